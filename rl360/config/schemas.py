@@ -1,0 +1,193 @@
+"""Every config group as a dataclass: one line a field, with its meaning, unit and what zero or null does.
+
+In: nothing. Out: the classes that Hydra composes into and that rl360.config.check re-merges the result into. The
+components' constructors take the fields of their own class as keywords (without `_target_`), plus the collaborators
+that rl360.engine.build passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class ModelConfig:
+    name: str = MISSING  # short name: also the folder under paths.models when path is null
+    path: str | None = None  # HF checkpoint folder; null: paths.models/<name>, fetched by `rl360 model fetch`
+    source: str | None = None  # where `model fetch` gets it: hub id, or null when it cannot be fetched
+    revision: str | None = None  # pinned hub revision; null: the default branch
+    tool_parser: str = "none"  # none | hermes | k2_horizon
+    reasoning_parser: str = "none"  # none | qwen3 | k2_horizon
+    max_context_tokens: int = 2048  # what the model was trained for; rollout.max_context_tokens may not exceed it
+    random_init: bool = False  # true: the folder holds config and tokenizer only; weights from `seed` (tests)
+
+
+@dataclass
+class AlgorithmConfig:
+    _target_: str = "rl360.algorithms.grpo.GRPO"
+    normalize_std: bool = False  # divide advantages by the group's standard deviation
+    clip_low: float = 0.2  # ratio clipped below 1 - clip_low
+    clip_high: float = 0.28  # ratio clipped above 1 + clip_high
+    kl_coef: float = 0.0  # weight of the KL to the reference model; 0: no reference model is kept
+    kl_estimator: str = "k3"  # k1 | k2 | k3
+    reducer: str = "token_mean"  # token_mean | sequence_mean, over the global batch
+    updates_per_batch: int = 1  # optimizer steps on one batch; 1: proximal = current, from the same forward
+    importance_cap: float | None = 2.0  # truncation of proximal / behaviour; null: no correction
+    filter: str = "differing_rewards"  # differing_rewards: at least two valid, differing rewards | none
+
+
+@dataclass
+class TrainerConfig:
+    _target_: str = "rl360.trainers.torch_trainer.TorchTrainer"
+    learning_rate: float = 5e-6  # constant after warm-up
+    warmup_steps: int = 0  # linear from 0; 0: none
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.98])  # Adam
+    eps: float = 1e-8  # Adam
+    weight_decay: float = 0.1  # not on one-dimensional parameters
+    max_grad_norm: float = 1.0  # 0: no clipping
+    max_tokens_per_gpu: int = 1024  # tokens of one micro-batch; a longer sequence gets its own
+    logprob_chunk_tokens: int = 256  # rows of [tokens, vocabulary] held at once
+    gradient_checkpointing: bool = False  # recompute each layer in the backward pass
+    share_prompts: bool = True  # compute a prompt once for the members of its group
+    device: str = "auto"  # auto | cpu | cuda
+    num_threads: int = 0  # CPU threads of torch; 0: every core the process may use
+
+
+@dataclass
+class RolloutConfig:
+    _target_: str = "rl360.rollout.queue.QueueRollout"
+    engine: str = "embedded"  # embedded: in the trainer's process | external: servers at engine_urls
+    engine_urls: list[str] = field(default_factory=list)  # SGLang servers, when engine is external
+    sync: str = "shared"  # shared | disk: how new weights reach the engines
+    temperature: float = 1.0
+    top_p: float = 1.0  # below 1 is refused in training
+    top_k: int = -1  # other than -1 is refused in training
+    max_new_tokens: int = 256  # of one turn
+    max_context_tokens: int = 2048  # prompt and all turns of an attempt
+    stop: list[str] = field(default_factory=list)  # strings that end a turn
+    stop_at_code_block: bool = False  # end the turn when a fenced code block closes
+    max_staleness: int = 0  # versions that rollouts may run ahead; 0: on-policy
+    concurrency: int = 64  # attempts open at once
+    num_workers: int = 2  # trial worker processes
+    start_interval_s: float = 0.02  # least time between two trial starts in one worker
+    max_tries: int = 3  # tries of one attempt, the first included; then it is masked
+    max_masked_share: float = 0.5  # more masked attempts than this share of an iteration end the run
+    max_running_requests: int = 64  # rows that the embedded engine decodes at once
+    kv_cache_gib: float = 1.0  # memory of the embedded engine's KV cache
+    deterministic: bool = False  # one request at a time and groups in order: bit-equal reruns, slower
+    request_timeout_s: float = 120.0  # one model call
+    turn_timeout_s: float = 150.0  # one turn of an agent: the call and the tools
+    keep_trial_dirs: bool = False  # keep Harbor's folder of each trial; failed ones are always kept
+
+
+@dataclass
+class GatewayConfig:
+    _target_: str = "rl360.gateway.direct.DirectGateway"
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: a free one
+    api_key_env: str | None = None  # name of the variable that holds the engines' key; null: none
+
+
+@dataclass
+class AgentConfig:
+    import_path: str = "rl360.agents.single_turn:SingleTurnAgent"  # a Harbor agent, module:Class
+    max_turns: int = 1
+    timeout_s: float = 300.0  # the agent's own time, engine waits taken out
+    kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the agent's constructor
+
+
+@dataclass
+class RewardConfig:
+    _target_: str = MISSING
+    kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the reward's constructor
+
+
+@dataclass
+class SandboxConfig:
+    import_path: str = "rl360.sandboxes.local:LocalSandbox"  # a Harbor environment, module:Class
+    network: bool = False  # true: tasks that ask for the network get it; such a task is refused otherwise
+    memory_mib: int = 1024  # 0: no limit
+    cpus: float = 1.0  # 0: no limit
+    pids: int = 256  # 0: no limit
+    disk_mib: int = 512  # size of what a trial may write; 0: no limit
+    start_timeout_s: float = 60.0
+    verifier_timeout_s: float = 60.0
+    lifetime_s: float = 900.0  # the sandbox ends itself after this
+    base: str = "auto"  # root file system: auto | host (read-only view of /usr) | debootstrap | a folder
+    unprivileged: bool = False  # true: user namespaces even when run as root
+    kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the environment's constructor
+
+
+@dataclass
+class TasksConfig:
+    path: str = MISSING  # folder with harbor_records.jsonl and the task folders
+    include: list[str] = field(default_factory=list)  # task ids to use; empty: all of the manifest
+    exclude: list[str] = field(default_factory=list)  # task ids never trained on
+
+
+@dataclass
+class EvaluationConfig:
+    every: int = 0  # iterations between evaluations; 0: never
+    tasks: TasksConfig | None = None  # null: no evaluation
+    k: int = 1  # attempts a task
+    temperature: float = 1.0
+    at_start: bool = False  # evaluate version 0 too
+
+
+@dataclass
+class LoggerConfig:
+    _target_: str = MISSING
+    kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the logger's constructor
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 10  # iterations; 0: only at the end
+    keep_last: int = 1  # complete checkpoints kept beside the best; at least 1
+    keep_best: bool = True  # keep the checkpoint of the best evaluation
+    hf: bool = True  # write an HF folder beside the training state at the end
+
+
+@dataclass
+class ClusterConfig:
+    _target_: str = "launchers.local.LocalLauncher"
+    name: str = "local"
+    client_timeout_s: float = 800.0  # the rollout gives up on a trial after this
+    trial_timeout_s: float = 700.0  # one Harbor trial: sandbox, agent and verifier
+    no_progress_s: float = 600.0  # the watchdog ends a run that has not moved for this long
+
+
+@dataclass
+class PathsConfig:
+    models: str = MISSING  # prepared models
+    cache: str = MISSING  # sandbox layers and root file systems
+    outputs: str = MISSING  # run folders
+
+
+@dataclass
+class RootConfig:
+    name: str = "experiment"  # folder under paths.outputs, and the name in TensorBoard
+    seed: int = 0
+    iterations: int = 10
+    group_size: int = 8  # attempts a task
+    tasks_per_iteration: int = 4
+    output_dir: str | None = None  # this run's folder; null: <paths.outputs>/<name>/<time>-<id>
+    resume: str | None = None  # folder of an earlier run to continue
+    allow_targets: list[str] = field(default_factory=list)  # module prefixes beside rl360. and launchers.
+    model: ModelConfig = field(default_factory=ModelConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    reward: dict[str, RewardConfig] = field(default_factory=dict)  # by name; lists would replace whole
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logger: dict[str, LoggerConfig] = field(default_factory=dict)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)

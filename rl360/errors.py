@@ -1,0 +1,53 @@
+"""One exception tree. `ConfigError` is for users, `InfrastructureError` for what failed under us, the rest are bugs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class RL360Error(Exception):
+    """Base of every error that RL360 raises on purpose."""
+
+
+class ConfigError(RL360Error):
+    """The experiment is wrong. Holds every problem found, not the first: `key: what was wrong; expected; try`."""
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class TaskError(ConfigError):
+    """A task folder or a manifest row is unusable."""
+
+
+class InfrastructureError(RL360Error):
+    """Something under the run failed. `cause` is the short name that the failure table and the ledger use."""
+
+    def __init__(self, cause: str, message: str):
+        self.cause = cause
+        super().__init__(f"{cause}: {message}")
+
+
+class EngineError(InfrastructureError):
+    """An inference engine answered wrongly, too late or not at all."""
+
+
+class WorkerDied(InfrastructureError):
+    """A worker process ended while calls to it were open."""
+
+
+class NoProgress(RL360Error):
+    """The watchdog gave up: names the stage and whom it waited for."""
+
+
+class TooManyFailures(RL360Error):
+    """More infrastructure failures in one iteration than `rollout.max_masked_share` allows."""
+
+
+class CheckpointError(RL360Error):
+    """A checkpoint is incomplete, or does not fit the model."""
+
+
+class Interrupted(RL360Error):
+    """SIGTERM or Ctrl-C: the write in hand is finished and the run can be resumed."""

@@ -1,0 +1,173 @@
+"""The interfaces between components. Components import these and rl360.types, never each other.
+
+Each protocol has one contract test under tests/ that runs the same cases on every implementation. Constructors are not
+part of a protocol: rl360.engine.build makes every component from its config group and passes collaborators in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceABC
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from rl360.types import (
+    Attempt,
+    AttemptSpec,
+    Batch,
+    Group,
+    GroupSpec,
+    Keep,
+    Score,
+    Session,
+    SyncReport,
+    Task,
+    TrialResult,
+    Update,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One inference engine, driven over SGLang's HTTP protocol. All calls have a deadline inside.
+
+    Raises `EngineError` with cause `engine_refused`, `engine_timeout`, `engine_status_<code>` or `engine_reply`.
+    """
+
+    url: str
+
+    async def generate(
+        self, input_ids: SequenceABC[int], sampling_params: Mapping[str, object], rid: str
+    ) -> Mapping[str, Any]: ...
+    async def load(self, path: Path, version: int) -> None: ...
+    async def flush(self) -> None: ...
+    async def abort(self, rid: str | None) -> None: ...  # None: every request
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def health(self) -> bool: ...
+    async def info(self) -> Mapping[str, Any]: ...  # /model_info and /server_info merged; has weight_version
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Gateway(Protocol):
+    """Sessions: one per try. Owns token truth; see docs/guide/tokens.md."""
+
+    async def start(self) -> None: ...
+    async def open(self, spec: AttemptSpec) -> str:
+        """Return the OpenAI base URL of this try's own session, `http://host:port/s/<try_id>/v1`."""
+        ...
+
+    async def close_session(self, try_id: str) -> Session: ...
+    async def discard(self, try_id: str) -> None: ...
+    async def health(self) -> bool: ...
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Rollout(Protocol):
+    """Groups in, finished groups out. Bounded by admission, so slow attempts are waited for, not thrown away."""
+
+    def start(self) -> None: ...
+    def submit(self, spec: GroupSpec) -> None: ...
+    def next(self, version: int, timeout_s: float) -> Group:
+        """Block for the next finished group, in submission order when deterministic. Raises TimeoutError."""
+        ...
+
+    def drain(self) -> list[AttemptSpec]:
+        """Stop starting work, cancel what is open, return the tries that had begun and did not finish."""
+        ...
+
+    def state(self) -> Mapping[str, Any]: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def waiting_for(self) -> str: ...  # one line for the watchdog
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """One signal. `scope` is "attempt" or "group"; a group reward gets every attempt of the group at once."""
+
+    name: str
+    scope: str
+    required: bool  # True: an attempt without this score is masked
+
+    async def score(self, task: Task, attempts: SequenceABC[Attempt], deadline_s: float) -> SequenceABC[Score]: ...
+
+
+@runtime_checkable
+class Algorithm(Protocol):
+    """Pure maths: no I/O, no logits, no device probe."""
+
+    needs_reference: bool
+
+    def keep(self, group: Group) -> Keep: ...
+    def prepare(self, groups: SequenceABC[Group]) -> Batch: ...
+    def loss(
+        self,
+        current_N: Tensor,
+        proximal_N: Tensor,
+        behaviour_N: Tensor,
+        advantages_N: Tensor,
+        weights_N: Tensor,
+        reference_N: Tensor | None,
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Weighted sum over trained tokens, and metric sums (each already weighted, so that shards add up)."""
+        ...
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """Driver side of the trainer. `version` starts at 0 and grows by one with each step."""
+
+    version: int
+
+    def start(self) -> None: ...
+    def step(self, batch: Batch) -> Update: ...
+    def publish(self, folder: Path) -> Path:
+        """Write the current weights as an HF checkpoint that transformers loads; atomic."""
+        ...
+
+    def save(self, folder: Path) -> None: ...  # weights, optimizer, random state; atomic
+    def restore(self, folder: Path) -> None: ...
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class WeightSync(Protocol):
+    def sync(self, trainer: Trainer, version: int) -> SyncReport: ...
+
+
+@runtime_checkable
+class Logger(Protocol):
+    def start(self, run_dir: Path, config: Mapping[str, Any]) -> None: ...
+    def log(self, iteration: int, scalars: Mapping[str, float]) -> None: ...
+    def log_text(self, iteration: int, name: str, text: str) -> None: ...
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+
+class WorkerGroup(Protocol):
+    """N workers that run one class; local processes here, Ray actors later. The caller does not know which."""
+
+    size: int
+
+    def start(self) -> None: ...
+    async def call(self, rank: int, method: str, *args: Any, timeout_s: float | None = None) -> Any: ...
+    def close(self, grace_s: float = 5.0) -> None: ...
+
+
+class Watchdog(Protocol):
+    """Owns "no progress". `stage` names what runs now; `progress` says that it moved."""
+
+    def stage(self, name: str) -> AbstractContextManager[None]: ...
+    def progress(self) -> None: ...
+
+
+class TrialRunner(Protocol):
+    """What a trial worker runs: one Harbor trial, never raising for what went wrong inside it."""
+
+    async def run(self, spec: AttemptSpec, base_url: str) -> TrialResult: ...

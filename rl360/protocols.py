@@ -19,6 +19,7 @@ from rl360.types import (
     Group,
     GroupSpec,
     Keep,
+    Purpose,
     Score,
     Session,
     SyncReport,
@@ -74,7 +75,7 @@ class Rollout(Protocol):
 
     def start(self) -> None: ...
     def submit(self, spec: GroupSpec) -> None: ...
-    def next(self, version: int, timeout_s: float) -> Group:
+    def next(self, version: int, timeout_s: float, purpose: Purpose = Purpose.TRAIN) -> Group:
         """Block for the next finished group, in submission order when deterministic. Raises TimeoutError."""
         ...
 
@@ -139,6 +140,7 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class WeightSync(Protocol):
+    def hold(self) -> AbstractContextManager[None]: ...  # inside it no engine reads weights that the trainer changes
     def sync(self, trainer: Trainer, version: int) -> SyncReport: ...
 
 

@@ -1,0 +1,289 @@
+"""A Llama-like decoder that the embedded engine and the torch trainer share: one object, one copy of the weights.
+
+In: packed token ids and their positions, and an `attend` callable. Out: final hidden states and, through `head_weight`,
+logits. Attention itself is left to the caller, because the engine's reads and writes a KV cache while the trainer's is
+a packed one; the checkpoint on disk is left to rl360.models.loading.
+
+Parameter names are those of Hugging Face's Llama and Qwen3, so `state_dict()` is a checkpoint. Axes: N packed tokens of
+any number of sequences, H query heads, K key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
+
+from rl360.errors import ConfigError
+from rl360.models.linear import joined_linear, linear
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q_NHD, k_NKD, v_NKD) -> out_NHD. Rotary embedding is already applied to q and k."""
+
+# Architectures whose tensors and arithmetic this decoder reproduces; anything else is refused, not guessed.
+SUPPORTED_MODEL_TYPES = ("llama", "qwen3", "k2_horizon")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """The numbers of one architecture, from a Hugging Face config.json."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_positions: int
+    tie_word_embeddings: bool
+    qk_norm: bool = False  # Qwen3: RMSNorm over each head of q and k
+    norm_groups: int = 1  # K2 Horizon: the hidden values are normalised in this many contiguous groups
+    initializer_range: float = 0.02
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
+        """Read a parsed config.json. Raises `ConfigError` naming everything that this decoder cannot compute."""
+        problems = [
+            f"{where}: {key} is missing; a Llama-like config.json has it"
+            for key in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+            if raw.get(key) is None
+        ]
+        if raw.get("num_attention_heads") is None:
+            problems.append(f"{where}: num_attention_heads is missing; a Llama-like config.json has it")
+        if problems:
+            raise ConfigError(problems)
+
+        model_type = raw["model_type"]
+        if model_type not in SUPPORTED_MODEL_TYPES:
+            problems.append(f"{where}: model_type {model_type!r}; expected one of {', '.join(SUPPORTED_MODEL_TYPES)}")
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type != "default":
+            problems.append(f"{where}: rope type {rope_type!r}; only 'default' (unscaled) is computed here")
+        for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+            if raw.get(key):
+                problems.append(f"{where}: {key} is true; this decoder has neither biases nor a sliding window")
+        if raw.get("hidden_act", "silu") != "silu":
+            problems.append(f"{where}: hidden_act {raw['hidden_act']!r}; expected 'silu'")
+        num_heads = raw["num_attention_heads"]
+        num_kv_heads = raw.get("num_key_value_heads") or num_heads
+        if num_heads % num_kv_heads:
+            problems.append(f"{where}: {num_heads} heads do not divide into {num_kv_heads} key/value heads")
+        norm_groups = raw.get("layernorm_num_groups") or 1
+        if raw["hidden_size"] % norm_groups:
+            problems.append(f"{where}: hidden_size {raw['hidden_size']} does not divide into {norm_groups} norm groups")
+        if problems:
+            raise ConfigError(problems)
+
+        eos = raw.get("eos_token_id")
+        return cls(
+            model_type=model_type,
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+            max_positions=raw.get("max_position_embeddings", 2048),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qk_norm=model_type == "qwen3",
+            norm_groups=norm_groups,
+            initializer_range=raw.get("initializer_range", 0.02),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        )
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, computed in fp32 (Zhang and Sennrich 2019).
+
+    `groups` > 1 normalises that many contiguous slices of the last axis apart, and then multiplies by the weight in
+    fp32 before casting back, as K2 Horizon does; Llama casts first.
+    """
+
+    def __init__(self, width: int, eps: float, groups: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.groups == 1:
+            if x.dtype == torch.float32:
+                return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            normed = nn.functional.rms_norm(x.float(), self.weight.shape, None, self.eps)
+            return self.weight * normed.to(x.dtype)
+        grouped = x.float().unflatten(-1, (self.groups, -1))
+        normed = nn.functional.rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(-2)
+        return (normed * self.weight.float()).to(x.dtype)
+
+
+class Projection(nn.Module):
+    """A weight matrix [out, in] without bias. A module of its own only so that the name ends in `.weight`."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+def _adjacent_projections(out_widths: Sequence[int], in_width: int) -> list[Projection]:
+    """Projections that lie one after the other in one allocation, so that one product computes all of them."""
+    return [Projection(part) for part in torch.empty(sum(out_widths), in_width).split(list(out_widths))]
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj, self.k_proj, self.v_proj = _adjacent_projections((q_width, kv_width, kv_width), config.hidden_size)
+        self.o_proj = Projection(torch.empty(config.hidden_size, q_width))
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        q, k, v = joined_linear(x, (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return self.o_proj(out.flatten(-2))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width = config.intermediate_size
+        self.gate_proj, self.up_proj = _adjacent_projections((width, width), config.hidden_size)
+        self.down_proj = Projection(torch.empty(config.hidden_size, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = joined_linear(x, (self.gate_proj.weight, self.up_proj.weight))
+        return self.down_proj(nn.functional.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_groups)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_groups)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class _Model(nn.Module):
+    """Only the `model.` prefix of the checkpoint names."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Projection(torch.empty(config.vocab_size, config.hidden_size))
+        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_groups)
+
+
+class Decoder(nn.Module):
+    """The decoder. Built empty; `rl360.models.loading.load_decoder` fills it from a checkpoint or from a seed."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = _Model(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = Projection(torch.empty(config.vocab_size, config.hidden_size))
+        self._rotary: tuple[Tensor, Tensor] | None = None  # cos, sin [positions so far, D]
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output matrix [V, hidden]; the embedding itself when the two are tied."""
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.norm.weight.dtype
+
+    def hidden(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, checkpoint: bool = False) -> Tensor:
+        """Final hidden states [N, hidden], after the last norm, of N packed tokens.
+
+        `token_ids_N` and `positions_N` are int64 on the decoder's device. `attend` decides which tokens see which, and
+        is called once per layer, in order; in the backward pass too when `checkpoint`, which keeps only each layer's
+        input and computes the layer again (torch.utils.checkpoint).
+        """
+        cos, sin = self._cos_sin(positions_N)
+        x = nn.functional.embedding(token_ids_N, self.model.embed_tokens.weight)
+        for layer in self.model.layers:
+            if checkpoint and torch.is_grad_enabled():
+                x = recompute_in_backward(layer, x, cos, sin, attend, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, attend)
+        return self.model.norm(x)
+
+    def logits(self, hidden_N: Tensor) -> Tensor:
+        """[N, hidden] -> [N, V]. Callers that need only a logprob should not hold all of it at once."""
+        return linear(hidden_N, self.head_weight)
+
+    def _cos_sin(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [N, 1, D] of the rotary angles, from a table that grows with the longest position seen."""
+        needed = int(positions_N.max()) + 1 if positions_N.numel() else 1
+        table = self._rotary
+        if table is None or table[0].shape[0] < needed or table[0].device != positions_N.device:
+            table = self._rotary = rotary_table(max(needed, 1024), self.config.head_dim, self.config.rope_theta)
+            table = self._rotary = (table[0].to(positions_N.device), table[1].to(positions_N.device))
+        cos, sin = (part[positions_N].to(self.dtype).unsqueeze(1) for part in table)
+        return cos, sin
+
+
+def rotary_table(num_positions: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, D] in fp32, half-split layout (Su et al. 2021, in GPT-NeoX's order)."""
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    angles = torch.outer(torch.arange(num_positions).float(), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
+    """Apply the rotary embedding: the pair (i, i + D/2) of each head is turned by its position's angle."""
+    first, second = x_NHD.chunk(2, dim=-1)
+    return x_NHD * cos_N1D + torch.cat((-second, first), dim=-1) * sin_N1D
+
+
+def causal_attend(lengths: Sequence[int] | None = None) -> Attend:
+    """The plain reading of `attend`: sequences of the given lengths packed one after the other, each causal.
+
+    None: all N tokens are one sequence. Used for references and tests; engine and trainer bring their own.
+    """
+
+    def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        sizes = [q_NHD.shape[0]] if lengths is None else list(lengths)
+        outs = []
+        for q, k, v in zip(q_NHD.split(sizes), k_NKD.split(sizes), v_NKD.split(sizes), strict=True):
+            q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            outs.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(outs)
+
+    return attend

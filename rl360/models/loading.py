@@ -1,0 +1,215 @@
+"""Checkpoints in and out: a Hugging Face folder to a `Decoder`, and a `Decoder` back to a folder.
+
+In: a folder with config.json and *.safetensors (one file, or shards with an index), or only config.json and a seed.
+Out: a filled `Decoder`, or a folder that transformers and SGLang load. Optimizer state and versions are left to the
+trainer; fetching a model is left to rl360.models.fetch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rl360.errors import CheckpointError, ConfigError
+from rl360.models.decoder import Decoder, DecoderConfig
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# Everything beside the weights that a reader of the folder needs; copied as it is when present.
+COMPANION_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# The one tensor that older checkpoints hold although it is computed from the config.
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The architecture of an HF folder. Raises `ConfigError` when config.json is missing, unreadable or unsupported."""
+    path = Path(folder) / CONFIG_FILE
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: not found; expected a Hugging Face model folder (rl360 model fetch)") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from None
+    return DecoderConfig.from_hf(raw, str(path))
+
+
+def load_decoder(
+    folder: Path | str,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    random_init_seed: int | None = None,
+) -> Decoder:
+    """A `Decoder` from an HF folder, weights converted to `dtype`.
+
+    With `random_init_seed` the folder needs no weights: every matrix is normal(0, initializer_range), every norm is 1,
+    and the same seed gives the same weights on every machine. Raises `ConfigError` for a bad config and
+    `CheckpointError`, naming the first tensor and its file, when the weights do not fit it.
+    """
+    folder = Path(folder)
+    decoder = _allocate(read_config(folder), torch.device(device), dtype)
+    if random_init_seed is None:
+        load_weights(decoder, folder)
+    else:
+        _fill_random(decoder, random_init_seed)
+    return decoder
+
+
+def _allocate(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    # Built where it will live: moving it later would tear the adjacent projections apart (see decoder.py).
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return Decoder(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@torch.no_grad()
+def _fill_random(decoder: Decoder, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+            continue
+        drawn = torch.empty(parameter.shape, dtype=torch.float32)
+        parameter.copy_(drawn.normal_(0.0, decoder.config.initializer_range, generator=generator))
+
+
+@torch.no_grad()
+def load_weights(decoder: Decoder, folder: Path | str) -> None:
+    """Copy a checkpoint's tensors into an existing decoder, in place: whoever shares it sees the new weights.
+
+    Names and shapes of all files are compared before the first value is copied, so a misfit leaves the decoder as it
+    was. Raises `CheckpointError` naming the first misfit and its file.
+    """
+    folder = Path(folder)
+    parameters = dict(decoder.named_parameters())
+    located: dict[str, Path] = {}
+    for file in _weight_files(folder):
+        for name, shape in _tensor_shapes(file):
+            if name.endswith(IGNORED_SUFFIX) or (name == "lm_head.weight" and decoder.config.tie_word_embeddings):
+                continue
+            if name not in parameters:
+                raise CheckpointError(f"{file}: tensor {name} is not in a {decoder.config.model_type} of this config")
+            expected = tuple(parameters[name].shape)
+            if shape != expected:
+                raise CheckpointError(
+                    f"{file}: tensor {name} has shape {list(shape)}, config.json gives {list(expected)}"
+                )
+            located[name] = file
+    missing = [name for name in parameters if name not in located]
+    if missing:
+        raise CheckpointError(f"{folder}: tensor {missing[0]} is in no file ({len(missing)} missing in all)")
+    for file in sorted(set(located.values())):
+        with safe_open(str(file), framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                if located.get(name) == file:
+                    parameters[name].copy_(tensors.get_tensor(name))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index}: unreadable index ({error!r})") from None
+        files = [folder / name for name in names]
+    else:
+        files = [folder / WEIGHTS_FILE]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file}: not found; expected {WEIGHTS_FILE}, or shards named by {INDEX_FILE}")
+    return files
+
+
+def _tensor_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    try:
+        with safe_open(str(file), framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                yield name, tuple(tensors.get_slice(name).get_shape())
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: unreadable safetensors file ({error})") from None
+
+
+def save_hf(decoder: Decoder, folder: Path | str, source: Path | str) -> Path:
+    """Write the weights as an HF folder that transformers loads, whole or not at all.
+
+    config.json, generation config and tokenizer files come from `source` (the folder that the decoder was loaded from);
+    only torch_dtype follows the decoder's dtype. The folder is written beside its place and renamed; an existing one is
+    replaced. Returns `folder`.
+    """
+    folder, source = Path(folder), Path(source)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        staging.chmod(0o755)  # mkdtemp makes it private; a checkpoint is not
+        _write_config(decoder, source, staging)
+        for name in COMPANION_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, staging / name)
+        save_file(_checkpoint_tensors(decoder), str(staging / WEIGHTS_FILE), metadata={"format": "pt"})
+        _fsync(staging)
+        _replace(staging, folder)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return folder
+
+
+def _checkpoint_tensors(decoder: Decoder) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+
+
+def _write_config(decoder: Decoder, source: Path, staging: Path) -> None:
+    raw = json.loads((source / CONFIG_FILE).read_text())
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    raw["dtype" if "dtype" in raw else "torch_dtype"] = dtype
+    (staging / CONFIG_FILE).write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def _fsync(staging: Path) -> None:
+    for path in [*staging.iterdir(), staging]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _replace(staging: Path, folder: Path) -> None:
+    """Rename into place. A folder that is already there steps aside first, since rename replaces only empty ones."""
+    if folder.exists():
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+        folder.rename(aside / "folder")
+        staging.rename(folder)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        staging.rename(folder)
+    descriptor = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

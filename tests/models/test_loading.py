@@ -1,0 +1,129 @@
+"""Checkpoints in and out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl360.errors import CheckpointError, ConfigError
+from rl360.models.decoder import causal_attend
+from rl360.models.loading import load_decoder, load_weights, save_hf
+
+IDS = torch.tensor([5, 17, 3, 88, 41, 9])
+
+
+def logits(decoder):
+    with torch.no_grad():
+        return decoder.logits(decoder.hidden(IDS, torch.arange(len(IDS)), causal_attend()))
+
+
+def test_sharded_checkpoint_loads(hf_folder):
+    folder, model = hf_folder("llama", max_shard_size="20KB", tie_word_embeddings=False)
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    with torch.no_grad():
+        torch.testing.assert_close(logits(load_decoder(folder)), model(IDS[None]).logits[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_saved_folder_loads_in_transformers_and_again(hf_folder, tmp_path, kind):
+    from transformers import AutoModelForCausalLM
+
+    folder, _ = hf_folder(kind, tie_word_embeddings=kind == "llama")
+    (folder / "tokenizer.json").write_text("{}")
+    decoder = load_decoder(folder)
+    with torch.no_grad():
+        decoder.model.layers[1].self_attn.k_proj.weight.add_(0.125)
+    out = save_hf(decoder, tmp_path / "saved", source=folder)
+    again = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(IDS[None]).logits[0], logits(decoder), atol=1e-5, rtol=1e-5)
+    for name, parameter in load_decoder(out).named_parameters():
+        assert torch.equal(parameter, decoder.get_parameter(name)), name
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert (out / "generation_config.json").is_file()
+
+
+def test_save_replaces_an_older_folder_and_leaves_nothing_behind(hf_folder, tmp_path):
+    folder, _ = hf_folder("llama")
+    decoder = load_decoder(folder)
+    out = tmp_path / "out"
+    save_hf(decoder, out / "published", source=folder)
+    (out / "published" / "stale.txt").write_text("old")
+    save_hf(decoder, out / "published", source=folder)
+    assert sorted(path.name for path in out.iterdir()) == ["published"]
+    assert not (out / "published" / "stale.txt").exists()
+
+
+def test_failed_save_keeps_the_older_folder(hf_folder, tmp_path, monkeypatch):
+    folder, _ = hf_folder("llama")
+    decoder = load_decoder(folder)
+    out = save_hf(decoder, tmp_path / "out" / "published", source=folder)
+    before = (out / "model.safetensors").read_bytes()
+
+    def fail(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("rl360.models.loading.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_hf(decoder, out, source=folder)
+    assert (out / "model.safetensors").read_bytes() == before
+    assert [path.name for path in out.parent.iterdir()] == ["published"]
+
+
+def test_random_init_is_a_function_of_the_seed(hf_folder):
+    folder, _ = hf_folder("llama")
+    (folder / "model.safetensors").unlink()
+    one, same, other = (load_decoder(folder, random_init_seed=seed) for seed in (3, 3, 4))
+    weight = "model.layers.2.mlp.down_proj.weight"
+    assert torch.equal(one.get_parameter(weight), same.get_parameter(weight))
+    assert not torch.equal(one.get_parameter(weight), other.get_parameter(weight))
+    assert one.get_parameter(weight).std().item() == pytest.approx(0.2, rel=0.05)
+    assert torch.equal(one.model.norm.weight, torch.ones(48))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"model\.layers\.1\.mlp\.up_proj\.weight is in no file"),
+        (lambda t: t.update({"model.layers.9.x": torch.ones(1)}), r"safetensors: tensor model\.layers\.9\.x is not in"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"model\.norm\.weight has shape \[3\].*\[48\]"),
+    ],
+)
+def test_misfit_names_the_tensor_and_changes_nothing(hf_folder, damage, message):
+    folder, _ = hf_folder("llama")
+    decoder = load_decoder(folder)
+    tensors = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
+    damage(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    before = logits(decoder)
+    with pytest.raises(CheckpointError, match=message):
+        load_weights(decoder, folder)
+    assert torch.equal(logits(decoder), before)
+
+
+def test_missing_files_are_named(hf_folder, tmp_path):
+    folder, _ = hf_folder("llama", max_shard_size="20KB")
+    victim = sorted(folder.glob("model-*.safetensors"))[1]
+    victim.write_bytes(b"garbage")
+    with pytest.raises(CheckpointError, match=victim.name):
+        load_decoder(folder)
+    victim.unlink()
+    with pytest.raises(CheckpointError, match=victim.name):
+        load_decoder(folder)
+    with pytest.raises(ConfigError, match="not found"):
+        load_decoder(tmp_path / "nowhere")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        load_decoder(folder)
+
+
+def test_dtype_follows_the_decoder(hf_folder, tmp_path):
+    folder, _ = hf_folder("llama")
+    decoder = load_decoder(folder, dtype=torch.bfloat16)
+    assert decoder.dtype == torch.bfloat16
+    out = save_hf(decoder, tmp_path / "half", source=folder)
+    raw = json.loads((out / "config.json").read_text())
+    assert "bfloat16" in (raw.get("dtype"), raw.get("torch_dtype"))

@@ -101,6 +101,8 @@ class AgentConfig:
 
 @dataclass
 class RewardConfig:
+    """One reward after the check. In YAML the constructor's arguments stand beside `_target_`, without `kwargs`."""
+
     _target_: str = MISSING
     kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the reward's constructor
 
@@ -139,6 +141,8 @@ class EvaluationConfig:
 
 @dataclass
 class LoggerConfig:
+    """One logger after the check. In YAML the constructor's arguments stand beside `_target_`, without `kwargs`."""
+
     _target_: str = MISSING
     kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the logger's constructor
 
@@ -191,3 +195,14 @@ class RootConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class ComposedConfig(RootConfig):
+    """What Hydra composes and resolved.yaml holds: entries of the sets are flat, `reward.format_penalty.penalty: 0.3`.
+
+    Their keys are checked against the constructor's signature, so that a reward of your own needs no schema.
+    """
+
+    reward: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
+    logger: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]

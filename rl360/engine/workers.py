@@ -1,11 +1,11 @@
 """Worker processes on this machine: one class, N ranks, calls over private sockets.
 
-In: `module:Class` with its keyword arguments, and calls from any asyncio loop. Out: results, the worker's own exceptions,
-`WorkerDied` at once when a process ends under open calls, and one log file per rank. Left to others: what the class does,
-and whether a dead rank is restarted (the caller knows what its calls were worth).
+In: `module:Class` with its keyword arguments, and calls from any asyncio loop. Out: results, the worker's own
+exceptions, `WorkerDied` at once when a process ends under open calls, and one log file per rank. Left to others: what
+the class does, and whether a dead rank is restarted (the caller knows what its calls were worth).
 
-A worker is a fresh interpreter (worker_main.py), in its own session so that Ctrl-C reaches the driver alone. It dies with
-the driver: end of stream and PR_SET_PDEATHSIG. Closing ends its whole process group.
+A worker is a fresh interpreter (worker_main.py), in its own session so that Ctrl-C reaches the driver alone. It dies
+with the driver: end of stream and PR_SET_PDEATHSIG. Closing ends its whole process group.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class LocalWorkerGroup:
     """`size` processes that each run one object of `target`; implements protocols.WorkerGroup.
 
     Args:
-        target: `module:Class`. Built in the worker as `Class(**kwargs, rank=rank)`; `async start()` and `async close()` are
-            called when it has them. Its methods may be async; a plain one runs on the worker's loop and blocks it.
+        target: `module:Class`. Built in the worker as `Class(**kwargs, rank=rank)`; `async start()` and
+            `async close()` are called when it has them. A method that is not async blocks the worker's loop.
         size: number of workers.
         kwargs: picklable constructor arguments.
         name: names the log files `<log_dir>/<name>-<rank>.log` and the processes in `ps`.
@@ -144,7 +144,7 @@ class LocalWorkerGroup:
             worker.signal(signal.SIGKILL, group=True)
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Let every worker close within `grace_s` together, then kill what is left of their process groups. Idempotent."""
+        """Let the workers close within `grace_s`, all together, then kill what is left of their groups. Idempotent."""
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.ask_to_close(grace_s)

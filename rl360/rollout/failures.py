@@ -1,10 +1,11 @@
 """The one failure contract: what a trial's end means for training.
 
-In: a `TrialResult` (Harbor's exception by class name, the verifier's rewards), the proxy's `Session`, and the budget of the
-agent. Out: a `Verdict`. The table below is the only place that decides it; the rollout acts on it, the ledger records it.
+In: a `TrialResult` (Harbor's exception by class name, the verifier's rewards), the proxy's `Session`, and the budget
+of the agent. Out: a `Verdict`. The table below is the only place that decides it; the rollout acts on it, the ledger
+records it.
 
-What the policy did (truncation, turns, its own time-out, a wrong answer) is scored and trained on. What failed under it is
-requeued a bounded number of times and then masked with its cause: never a zero.
+What the policy did (truncation, turns, its own time-out, a wrong answer) is scored and trained on. What failed under
+it is requeued a bounded number of times and then masked with its cause: never a zero.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class SharedSync:
 class DiskSync:
     """Write an HF folder, pause every engine, load it there, flush, check the version, continue.
 
-    `make_engine` builds a client inside the event loop that uses it. A failed load raises `EngineError`: the engines stay
-    paused, and the version does not advance.
+    `make_engine` builds a client inside the event loop that uses it. A failed load raises `EngineError`: the engines
+    stay paused, and the version does not advance.
     """
 
     def __init__(self, engine_urls: Sequence[str], folder: Path, make_engine: Callable[[str], Engine]):
@@ -68,7 +68,9 @@ class DiskSync:
             for engine in engines:
                 served = (await engine.info()).get("weight_version")
                 if str(served) != str(version):
-                    raise EngineError("weight_version", f"{engine.url} serves version {served!r} after loading {version}")
+                    raise EngineError(
+                        "weight_version", f"{engine.url} serves version {served!r} after loading {version}"
+                    )
             await asyncio.gather(*(engine.resume() for engine in engines))
         finally:
             await asyncio.gather(*(engine.close() for engine in engines))

@@ -1,0 +1,198 @@
+"""From a checked config to components: the only place that imports a `_target_` and calls it.
+
+In: a `RootConfig` that rl360.config.check has passed, and the run folder. Out: `Components`, started, closed in reverse
+order by the context manager. What each component does is its own; what the run does with them is the loop's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rl360.config.schemas import RootConfig
+from rl360.engine.workers import LocalWorkerGroup
+from rl360.errors import ConfigError
+from rl360.protocols import Algorithm, Gateway, Logger, Reward, Rollout, Trainer, WeightSync
+from rl360.rollout.queue import RolloutEvents
+from rl360.rollout.weight_sync import DiskSync, SharedSync
+from rl360.types import Sampling, Task
+
+log = logging.getLogger(__name__)
+
+OWN_PREFIXES = ("rl360.", "launchers.")
+TRIAL_WORKER = "rl360.rollout.trial_worker:TrialWorker"
+# Harbor's imports otherwise ask the internet for prices and post telemetry: seconds lost offline, and not ours to send.
+TRIAL_ENVIRONMENT = {"HARBOR_TELEMETRY": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+# Trial workers and the proxy do no maths; their libraries must not spin up threads that take the trainer's cores.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    trainer: Trainer
+    algorithm: Algorithm
+    rollout: Rollout
+    sync: WeightSync
+    loggers: Mapping[str, Logger]
+    engine_urls: tuple[str, ...]
+
+
+@contextmanager
+def build(config: RootConfig, run_dir: Path, run_id: str, events: RolloutEvents) -> Iterator[Components]:
+    """Build and start every component; close them all on the way out, also when a later one fails to start."""
+    with ExitStack() as stack:
+        algorithm = _make(config, config.algorithm)
+        trainer = _make(
+            config,
+            config.trainer,
+            algorithm=algorithm,
+            seed=config.seed,
+            model_dir=model_dir(config),
+            random_init_seed=config.seed if config.model.random_init else None,
+        )
+        stack.callback(trainer.close)
+        trainer.start()
+        engine_urls, sync = _engines(config, run_dir, trainer, stack)
+        gateway = _gateway(config, run_dir, engine_urls)
+        rollout = _rollout(config, run_dir, run_id, gateway, events)
+        stack.callback(rollout.close)
+        rollout.start()
+        loggers = {name: _make(config, entry, **entry.kwargs) for name, entry in config.logger.items()}
+        yield Components(trainer, algorithm, rollout, sync, loggers, engine_urls)
+
+
+def model_dir(config: RootConfig) -> Path:
+    return Path(config.model.path or Path(config.paths.models) / config.model.name)
+
+
+def training_sampling(config: RootConfig) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.max_new_tokens,
+        max_context_tokens=rollout.max_context_tokens,
+        max_turns=config.agent.max_turns,
+        stop=tuple(rollout.stop),
+        stop_at_code_block=rollout.stop_at_code_block,
+    )
+
+
+def load_class(target: str, allow: Sequence[str] = ()) -> Any:
+    """Import `package.module.Class`. Raises `ConfigError` for a target that is not allowed or not there."""
+    prefixes = (*OWN_PREFIXES, *allow)
+    if not target.startswith(prefixes):
+        raise ConfigError(f"_target_ {target}: not allowed; expected one of {', '.join(prefixes)} (see allow_targets)")
+    module_name, _, name = target.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"_target_ {target}: {error}") from error
+
+
+def _make(config: RootConfig, entry: Any, **collaborators: Any) -> Any:
+    """Call an entry's target with its own fields, and with those collaborators that its signature names."""
+    fields = {k: v for k, v in asdict(entry).items() if k not in ("_target_", "kwargs")}
+    cls = load_class(entry._target_, config.allow_targets)
+    accepted = inspect.signature(cls).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    return cls(**fields, **{k: v for k, v in collaborators.items() if takes_all or k in accepted})
+
+
+def _engines(config: RootConfig, run_dir: Path, trainer: Any, stack: ExitStack) -> tuple[tuple[str, ...], WeightSync]:
+    """The engines' URLs and how weights reach them: the embedded engine, or servers that run already."""
+    rollout = config.rollout
+    if rollout.engine == "embedded":
+        from rl360.gateway.embedded.engine import EmbeddedEngine
+        from rl360.gateway.embedded.server import EngineServer
+
+        engine = EmbeddedEngine(
+            trainer.decoder,
+            model_dir(config),
+            max_running_requests=rollout.max_running_requests,
+            kv_cache_gib=rollout.kv_cache_gib,
+            deterministic=rollout.deterministic,
+            version=trainer.version,
+        )
+        server = EngineServer(engine, config.gateway.host)
+        stack.callback(server.close)
+        return (server.start(),), SharedSync(engine)
+
+    from rl360.gateway.engine_client import HttpEngine
+
+    key = os.environ.get(config.gateway.api_key_env) if config.gateway.api_key_env else None
+    sync = DiskSync(rollout.engine_urls, run_dir / "weights", lambda url: HttpEngine(url, api_key=key))
+    return tuple(rollout.engine_urls), sync
+
+
+def _gateway(config: RootConfig, run_dir: Path, engine_urls: Sequence[str]) -> Gateway:
+    def make_workers(target: str, size: int, kwargs: Mapping[str, Any], name: str) -> LocalWorkerGroup:
+        return LocalWorkerGroup(target, size, kwargs, name=name, log_dir=run_dir / "logs", env=ONE_THREAD)
+
+    return _make(
+        config,
+        config.gateway,
+        engine_urls=list(engine_urls),
+        tokenizer_dir=model_dir(config),
+        tool_parser=config.model.tool_parser,
+        reasoning_parser=config.model.reasoning_parser,
+        request_timeout_s=config.rollout.request_timeout_s,
+        log_dir=run_dir / "logs",
+        worker_group_factory=make_workers,
+    )
+
+
+def _rollout(config: RootConfig, run_dir: Path, run_id: str, gateway: Gateway, events: RolloutEvents) -> Rollout:
+    rollout = config.rollout
+    workers = LocalWorkerGroup(
+        TRIAL_WORKER,
+        rollout.num_workers,
+        {
+            "agent": asdict(config.agent),
+            "sandbox": asdict(config.sandbox),
+            "cache_dir": Path(config.paths.cache),
+            "trials_dir": run_dir / "trials",
+            "trial_timeout_s": config.cluster.trial_timeout_s,
+            "model_name": config.model.name,
+            "max_concurrent": -(-rollout.concurrency // rollout.num_workers),
+            "start_interval_s": rollout.start_interval_s,
+            "run_id": run_id,
+        },
+        name="trial",
+        log_dir=run_dir / "logs",
+        env={**TRIAL_ENVIRONMENT, **ONE_THREAD},
+    )
+    rewards: dict[str, Reward] = {
+        name: _make(config, entry, name=name, **entry.kwargs) for name, entry in config.reward.items()
+    }
+    cls = load_class(rollout._target_, config.allow_targets)
+    return cls(
+        gateway=gateway,
+        workers=workers,
+        rewards=rewards,
+        events=events,
+        concurrency=rollout.concurrency,
+        max_tries=rollout.max_tries,
+        agent_timeout_s=config.agent.timeout_s,
+        client_timeout_s=config.cluster.client_timeout_s,
+        deterministic=rollout.deterministic,
+    )
+
+
+def build_tasks(config: RootConfig) -> tuple[list[Task], list[Task]]:
+    """Training and evaluation tasks. Raises `TaskError` with every problem of both."""
+    from rl360.tasks.manifest import load_tasks
+
+    training = load_tasks(Path(config.tasks.path), config.tasks.include, config.tasks.exclude)
+    chosen = config.evaluation.tasks
+    if config.evaluation.every == 0 or chosen is None:
+        return training, []
+    return training, load_tasks(Path(chosen.path), chosen.include, chosen.exclude)

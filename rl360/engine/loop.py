@@ -1,0 +1,246 @@
+"""The training loop: collect groups, keep what teaches, step, publish, record. Reads aloud, top to bottom.
+
+In: components that rl360.engine.build made. Out: a run folder that grows by one iteration at a time, and the reason why
+the loop ended. It knows protocols only: not where engines run, how tokens are kept or what the loss is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl360.engine.evaluation import Evaluator
+from rl360.engine.metrics import outcome_metrics, rollout_metrics
+from rl360.engine.record import RunRecord
+from rl360.engine.state import CheckpointStore, RunState
+from rl360.errors import Interrupted, RL360Error, TooManyFailures
+from rl360.protocols import Algorithm, Rollout, Trainer, Watchdog, WeightSync
+from rl360.rollout.specs import group_spec
+from rl360.tasks.cursor import TaskCursor
+from rl360.types import Group, GroupSpec, Outcome, OutcomeKind, Purpose, Sampling, Update
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0  # how often a wait looks whether the run was asked to stop
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """The numbers of the root config that the loop itself needs."""
+
+    seed: int
+    iterations: int
+    group_size: int
+    tasks_per_iteration: int
+    sampling: Sampling
+    max_staleness: int  # versions that rollouts may run ahead; 0: on-policy
+    max_masked_share: float  # of an iteration's attempts; more end the run
+    evaluate_every: int  # 0: never
+    evaluate_at_start: bool
+    checkpoint_every: int  # 0: only at the end
+
+
+@dataclass(slots=True)
+class TrainingLoop:
+    settings: LoopSettings
+    state: RunState
+    cursor: TaskCursor
+    rollout: Rollout
+    algorithm: Algorithm
+    trainer: Trainer
+    sync: WeightSync
+    evaluator: Evaluator | None
+    record: RunRecord
+    checkpoints: CheckpointStore
+    watchdog: Watchdog
+    stop_requested: Callable[[], bool]
+    submitted: int = 0  # iterations whose groups have been submitted
+    pending: dict[int, list[GroupSpec]] | None = None  # per iteration, groups not yet taken
+    checkpointed_at: int | None = None
+
+    def run(self) -> None:
+        """Train until `iterations`. Raises Interrupted when asked to stop, after leaving a run that can be resumed."""
+        self.submitted = self.state.iteration
+        self.pending = {}
+        try:
+            if self.state.iteration == 0 and self.settings.evaluate_at_start:
+                self.evaluate()
+            while self.state.iteration < self.settings.iterations:
+                self.iterate()
+        except Interrupted:
+            self.leave_resumable()
+            raise
+        self.leave_resumable()
+
+    def iterate(self) -> None:
+        began = time.monotonic()
+        iteration = self.state.iteration
+        with self.watchdog.stage("rollout"):
+            groups = self.collect(iteration)
+        rollout_s = time.monotonic() - began
+
+        outcomes, kept = self.decide(groups)
+        self.check_failures(iteration, outcomes)
+        with self.watchdog.stage("train"):
+            update = self.train(kept)
+        with self.watchdog.stage("publish"):
+            publish_s = self.publish(update)
+
+        self.record.outcomes(iteration, groups, outcomes)
+        metrics = {
+            **rollout_metrics(groups, kept, self.state.version),
+            **outcome_metrics(outcomes),
+            **update.metrics,
+            "time/rollout_s": rollout_s,
+            "time/publish_s": publish_s,
+            "time/step_s": time.monotonic() - began,
+        }
+        metrics.update(throughput(metrics, groups))
+        self.record.metrics(iteration, metrics, groups)
+        self.state = replace(
+            self.state, iteration=iteration + 1, version=update.version, task_position=self.cursor.position
+        )
+        self.watchdog.progress()
+        if self.due(self.settings.evaluate_every):
+            self.evaluate()
+        if self.due(self.settings.checkpoint_every):
+            self.checkpoint()
+
+    def collect(self, iteration: int) -> list[Group]:
+        """Submit work as far ahead as staleness allows; wait for as many groups as an iteration trains on."""
+        self.admit()
+        groups: list[Group] = []
+        while len(groups) < self.settings.tasks_per_iteration:
+            groups.append(self.next_group(Purpose.TRAIN))
+            self.watchdog.progress()
+        return sorted(groups, key=lambda group: group.spec.group_id)
+
+    def admit(self) -> None:
+        """Staleness is bounded here, by not starting work, so that a slow attempt is never thrown away."""
+        horizon = min(self.state.iteration + self.settings.max_staleness + 1, self.settings.iterations)
+        while self.submitted < horizon:
+            for slot, task in enumerate(self.cursor.take(self.settings.tasks_per_iteration)):
+                spec = group_spec(
+                    seed=self.settings.seed,
+                    iteration=self.submitted,
+                    slot=slot,
+                    task=task,
+                    group_size=self.settings.group_size,
+                    sampling=self.settings.sampling,
+                    purpose=Purpose.TRAIN,
+                )
+                self.rollout.submit(self.record.next_tries(spec))
+            self.submitted += 1
+
+    def next_group(self, purpose: Purpose) -> Group:
+        while True:
+            if self.stop_requested():
+                raise Interrupted(f"asked to stop in iteration {self.state.iteration}")
+            try:
+                return self.rollout.next(self.state.version, POLL_S, purpose)
+            except TimeoutError:
+                continue
+
+    def decide(self, groups: Sequence[Group]) -> tuple[list[Outcome], list[Group]]:
+        """One outcome for every attempt: masked, stale, filtered by a rule, or trained."""
+        outcomes: list[Outcome] = []
+        kept: list[Group] = []
+        for group in groups:
+            oldest = group.oldest_version
+            stale = oldest is not None and self.state.version - oldest > self.settings.max_staleness
+            decision = self.algorithm.keep(group)
+            if decision.keep and not stale:
+                kept.append(group)
+            for attempt in group.attempts:
+                if not attempt.valid:
+                    kind, reason = OutcomeKind.MASKED, attempt.cause or "no_score"
+                elif stale:
+                    kind, reason = OutcomeKind.STALE, f"version {oldest} at {self.state.version}"
+                elif not decision.keep:
+                    kind, reason = OutcomeKind.FILTERED, decision.rule
+                else:
+                    kind, reason = OutcomeKind.TRAINED, None
+                outcomes.append(outcome_of(attempt.spec, kind, reason))
+        return outcomes, kept
+
+    def check_failures(self, iteration: int, outcomes: Sequence[Outcome]) -> None:
+        masked = [o for o in outcomes if o.kind is OutcomeKind.MASKED]
+        if len(masked) > self.settings.max_masked_share * len(outcomes):
+            causes = sorted({str(o.reason) for o in masked})
+            raise TooManyFailures(
+                f"iteration {iteration}: {len(masked)} of {len(outcomes)} attempts failed under the policy "
+                f"(rollout.max_masked_share {self.settings.max_masked_share}); causes: {', '.join(causes)}"
+            )
+
+    def train(self, kept: Sequence[Group]) -> Update:
+        """One trainer step on the kept groups; without any, the version and the weights stay as they are."""
+        if not kept:
+            log.info("iteration %d: no group with two differing rewards; no step", self.state.iteration)
+            return Update(self.state.version, {"train/skipped": 1.0, "time/train_s": 0.0})
+        batch = self.algorithm.prepare(kept)
+        began = time.monotonic()
+        with self.sync.hold():
+            update = self.trainer.step(batch)
+        return replace(update, metrics={"time/train_s": time.monotonic() - began, **update.metrics})
+
+    def publish(self, update: Update) -> float:
+        """Bring the new weights to every engine; the version counts only when all of them confirmed."""
+        began = time.monotonic()
+        if update.version != self.state.version:
+            report = self.sync.sync(self.trainer, update.version)
+            if report.dropped:
+                raise RL360Error(f"engines did not confirm version {update.version}: {', '.join(report.dropped)}")
+        return time.monotonic() - began
+
+    def evaluate(self) -> None:
+        """Success on tasks that are not trained on, at the weights of now."""
+        if self.evaluator is None:
+            return
+        with self.watchdog.stage("evaluate"):
+            specs = [self.record.next_tries(spec) for spec in self.evaluator.specs(self.state.iteration)]
+            for spec in specs:
+                self.rollout.submit(spec)
+            groups = []
+            for _ in specs:
+                groups.append(self.next_group(Purpose.EVAL))
+                self.watchdog.progress()
+        report = self.evaluator.summarize(self.state.version, self.state.iteration, groups)
+        self.record.evaluation(report, sorted(groups, key=lambda group: group.spec.group_id))
+        best = self.state.best_success_rate
+        if report.success_rate is not None and (best is None or report.success_rate > best):
+            self.state = replace(self.state, best_success_rate=report.success_rate, best_iteration=self.state.iteration)
+            if self.checkpoints.keep_best:
+                self.checkpoint(best=True)
+
+    def checkpoint(self, best: bool = False) -> None:
+        with self.watchdog.stage("checkpoint"):
+            self.checkpoints.save(self.state, self.trainer.save, best=best)
+        self.checkpointed_at = self.state.iteration
+        self.record.forget_before(self.state.iteration)
+
+    def leave_resumable(self) -> None:
+        """Close open tries in the ledger and save where the run stands."""
+        open_tries = self.rollout.drain()
+        self.record.abandoned(open_tries, self.rollout.state()["finished"], finished=self.finished)
+        if self.checkpointed_at != self.state.iteration:
+            self.checkpoint()
+
+    @property
+    def finished(self) -> bool:
+        return self.state.iteration >= self.settings.iterations
+
+    def due(self, every: int) -> bool:
+        return every > 0 and self.state.iteration % every == 0
+
+
+def outcome_of(spec: Any, kind: OutcomeKind, reason: str | None) -> Outcome:
+    return Outcome(spec.try_id, spec.attempt_id, spec.group_id, spec.iteration, spec.purpose, kind, reason)
+
+
+def throughput(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
+    """Sampled tokens a second of the whole step. Trajectories per GPU hour need GPUs and are the trainer's to add."""
+    tokens = sum(a.num_sampled_tokens for g in groups for a in g.attempts)
+    return {"perf/tokens_per_s": tokens / max(metrics["time/step_s"], 1e-9)}

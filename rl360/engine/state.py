@@ -1,0 +1,202 @@
+"""What a resume needs, saved so that a crash at any moment leaves one complete checkpoint.
+
+In: the loop's `RunState` and a function that writes the trainer's part into a folder. Out: `checkpoints/` with
+complete folders only, `latest.json` and `best.json` that name one each. Left to others: what the trainer writes; the
+ledger and the journal, which are files of their own that only grow.
+
+A checkpoint is written under a temporary name, every file and folder is synced, and one rename makes it real. Its
+`manifest.json` lists each file's size, so that a folder that lost data in a power failure is not taken for whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from rl360.engine.frames import replace_file, sync_folder
+from rl360.errors import CheckpointError, RL360Error
+
+STATE = "state.json"
+MANIFEST = "manifest.json"
+TRAINER = "trainer"  # what the trainer wrote
+TEMPORARY = ".tmp-"
+POINTERS = ("latest", "best")
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Where a run stands between two iterations. JSON-able; arrays belong to the trainer's part."""
+
+    iteration: int = 0  # the next one to train: as many are done
+    version: int = 0  # of the weights
+    task_position: int = 0  # of the task cursor
+    task_fingerprint: str | None = None  # of the data set that the position counts in
+    best_success_rate: float | None = None  # of the evaluations so far
+    best_iteration: int | None = None
+    wall_s: float = 0.0  # spent by earlier processes of this run and this one up to here
+    random_state: Mapping[str, Any] = field(default_factory=dict)  # of generators outside the trainer
+
+    @property
+    def metric_step(self) -> int:
+        """The iteration that the next row of metrics is for. The metrics' axis is the iteration and nothing else."""
+        return self.iteration
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    folder: Path
+    state: RunState
+
+    @property
+    def trainer_folder(self) -> Path:
+        return self.folder / TRAINER
+
+
+class CheckpointStore:
+    """`<run_dir>/checkpoints`, one writer.
+
+    Args:
+        keep_last: newest checkpoints to keep, at least 1.
+        keep_best: keep the one last saved with `best=True` too.
+    """
+
+    def __init__(self, run_dir: Path, keep_last: int = 1, keep_best: bool = True) -> None:
+        if keep_last < 1:
+            raise RL360Error(f"checkpoint.keep_last: {keep_last}; expected at least 1")
+        self.folder = Path(run_dir) / "checkpoints"
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+
+    def save(self, state: RunState, write: Callable[[Path], object], best: bool = False) -> Checkpoint:
+        """Save and then delete what retention no longer keeps.
+
+        `write` gets a path that does not exist yet, inside an existing folder. An iteration's weights are written once:
+        a second save of the same iteration and version replaces the state alone and does not call `write`.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        final = self.folder / f"iteration-{state.iteration:06d}"
+        had = read_checkpoint(final)
+        if had is not None and (had.state.iteration, had.state.version) == (state.iteration, state.version):
+            replace_file(final / STATE, _dump(asdict(state)))
+        else:
+            self._write_new(final, state, write)
+        self._point("latest", final)
+        if best:
+            self._point("best", final)
+        self._retain()
+        return Checkpoint(final, state)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest complete checkpoint; None when the run has none."""
+        return self._pointed("latest") or next(iter(self.complete()), None)
+
+    def best(self) -> Checkpoint | None:
+        return self._pointed("best")
+
+    def complete(self) -> list[Checkpoint]:
+        """Every complete checkpoint, the newest first."""
+        found = [read_checkpoint(folder) for folder in self.folder.glob("iteration-*")]
+        return sorted((one for one in found if one is not None), key=lambda one: one.state.iteration, reverse=True)
+
+    # ---- inside
+
+    def _write_new(self, final: Path, state: RunState, write: Callable[[Path], object]) -> None:
+        temporary = self.folder / f"{TEMPORARY}{final.name}"
+        temporary.mkdir()
+        write(temporary / TRAINER)
+        if not (temporary / TRAINER).exists():
+            raise CheckpointError(f"the trainer wrote nothing to {temporary / TRAINER}")
+        (temporary / STATE).write_bytes(_dump(asdict(state)))
+        sizes = {str(p.relative_to(temporary)): p.stat().st_size for p in _files(temporary) if p.name != STATE}
+        (temporary / MANIFEST).write_bytes(_dump(sizes))
+        _sync_tree(temporary)
+        if final.exists():  # incomplete, or of another version: set aside first, a rename cannot replace a folder
+            os.rename(final, self.folder / f"{TEMPORARY}replaced-{final.name}")
+        os.rename(temporary, final)
+        sync_folder(self.folder)
+
+    def _point(self, name: str, target: Path) -> None:
+        replace_file(self.folder / f"{name}.json", _dump({"checkpoint": target.name}))
+
+    def _pointed(self, name: str) -> Checkpoint | None:
+        try:
+            pointer = json.loads((self.folder / f"{name}.json").read_text())
+            return read_checkpoint(self.folder / pointer["checkpoint"])
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def _retain(self) -> None:
+        keep = {one.folder for one in self.complete()[: self.keep_last]}
+        for name in POINTERS if self.keep_best else POINTERS[:1]:
+            if (pointed := self._pointed(name)) is not None:
+                keep.add(pointed.folder)
+        if not keep:
+            return
+        for folder in self.folder.glob("iteration-*"):
+            if folder not in keep:
+                doomed = self.folder / f"{TEMPORARY}deleted-{folder.name}"
+                os.rename(folder, doomed)  # in one step no checkpoint any more, however long the deletion takes
+                shutil.rmtree(doomed)
+
+    def _remove_leftovers(self) -> None:
+        for folder in self.folder.glob(f"{TEMPORARY}*"):
+            shutil.rmtree(folder)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint | None:
+    """None unless the folder is complete: its state reads and every file has the size that the manifest says."""
+    try:
+        sizes = json.loads((folder / MANIFEST).read_text())
+        known = {f.name for f in fields(RunState)}
+        row = json.loads((folder / STATE).read_text())
+        state = RunState(**{key: value for key, value in row.items() if key in known})
+        whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, TypeError):
+        return None
+    return Checkpoint(folder, state) if whole else None
+
+
+@contextmanager
+def only_writer(run_dir: Path) -> Iterator[None]:
+    """Hold a run folder. Raises RL360Error when another process has it; released by the kernel when we die."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / ".lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "?"
+            raise RL360Error(f"{run_dir}: in use by process {holder}; wait for it or end it") from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def _dump(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in _files(folder):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    for inner in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
+        sync_folder(inner)

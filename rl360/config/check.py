@@ -1,0 +1,146 @@
+"""The second check after composing: every key, type, target and combination, all problems at once.
+
+In: what Hydra composed (or a saved resolved.yaml). Out: `Loaded`: the typed config, or None, and the problems. Files and
+the machine are looked at by rl360.config.files; `examine` does both and is what `rl360 check` and `rl360 run` call.
+torch, Harbor and transformers are never imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from rl360.config.combinations import combination_problems
+from rl360.config.compose import Composed
+from rl360.config.files import Found, look
+from rl360.config.schemas import ComposedConfig, RootConfig
+from rl360.config.targets import Constructor, TargetError, allowed, argument_problems, constructor
+from rl360.config.walk import Walker
+
+# What rl360.engine.build passes besides the config's own keys.
+_PROVIDED = {"reward": ("name",), "logger": (), "algorithm": ()}
+
+
+class Loaded(NamedTuple):
+    """`config` is None exactly when there are problems."""
+
+    config: RootConfig | None
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """One point after all checks. `config` is None exactly when there are problems."""
+
+    config: RootConfig | None
+    values: Mapping[str, Any]  # what resolved.yaml will hold
+    choices: Mapping[str, str]
+    found: Found
+    problems: tuple[str, ...]
+
+
+def load(values: Mapping[str, Any] | DictConfig, choices: Mapping[str, str] | None = None) -> Loaded:
+    """Check a composed mapping without looking at the machine. choices: the option of each group, for messages."""
+    config, problems, _ = _typed(values, choices or {})
+    return Loaded(None if problems else config, tuple(problems))
+
+
+def examine(composed: Composed, run_dir: Path | None = None, resuming: bool = False) -> Examined:
+    """Check everything. Problems of composing, of the config and of the machine come together."""
+    config, problems, unset = _typed(composed.values, composed.choices, composed.problems)
+    found = look(config, run_dir, resuming, unset)
+    problems = [*composed.problems, *problems, *found.problems]
+    unique = tuple(dict.fromkeys(line for problem in problems for line in problem.splitlines()))
+    return Examined(None if unique else config, composed.values, composed.choices, found, unique)
+
+
+def _typed(
+    values: Mapping[str, Any] | DictConfig, choices: Mapping[str, str], already: tuple[str, ...] = ()
+) -> tuple[RootConfig, list[str], frozenset[str]]:
+    """The typed config, the problems, and the keys that have no value (empty text stands for them)."""
+    plain: Any = OmegaConf.to_container(values, resolve=True) if isinstance(values, DictConfig) else values
+    walker = Walker(_owners(plain, choices))
+    fitting = walker.section({key: value for key, value in plain.items() if key != "hydra"}, ComposedConfig)
+    problems = list(walker.problems)
+    prefixes = fitting.get("allow_targets", [])
+    sets: dict[str, dict[str, Any]] = {}
+    for group in ("reward", "logger"):
+        sets[group] = {}
+        for name, entry in fitting.pop(group, {}).items():
+            problems.extend(_entry_problems(group, name, entry, prefixes))
+            if isinstance(entry, Mapping) and isinstance(entry.get("_target_"), str):
+                arguments = {key: value for key, value in entry.items() if key != "_target_"}
+                sets[group][name] = {"_target_": entry["_target_"], "kwargs": arguments}
+    merged = OmegaConf.merge(OmegaConf.structured(RootConfig), fitting, sets)
+    unset = frozenset(OmegaConf.missing_keys(merged))
+    for key in unset:
+        OmegaConf.update(merged, key, "")
+    reported = {problem.partition(":")[0] for problem in (*walker.problems, *already)}
+    problems.extend(f"{key}: needs a value" for key in sorted(unset - reported))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, RootConfig)
+    problems.extend(_target_problems(config))
+    problems.extend(combination_problems(config))
+    return config, problems, unset
+
+
+def _owners(values: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, str]:
+    """What to call each section in a message: its chosen option, else the class that it targets."""
+    owners = {}
+    for key, section in values.items():
+        if isinstance(section, Mapping) and isinstance(target := section.get("_target_"), str):
+            owners[key] = target.rpartition(".")[2]
+        if choices.get(key) not in (None, "None", "default", "none"):
+            owners[key] = choices[key]
+    return owners
+
+
+def _entry_problems(group: str, name: str, entry: Any, prefixes: list[str]) -> Iterator[str]:
+    path = f"{group}.{name}"
+    if not isinstance(entry, Mapping):
+        yield f"{path}: {entry!r}; expected a section with _target_ and its arguments"
+        return
+    target = entry.get("_target_")
+    if not isinstance(target, str) or target == "???":
+        yield f"{path}._target_: needs a value; expected the class, such as rl360.rewards.verifier.VerifierReward"
+        return
+    found = yield from _checked_target(f"{path}._target_", target, prefixes)
+    if found is not None:
+        arguments = {key: value for key, value in entry.items() if key != "_target_"}
+        yield from (f"{path}.{p}" for p in argument_problems(found, arguments, _PROVIDED[group]))
+
+
+def _checked_target(path: str, target: str, prefixes: list[str]) -> Any:
+    """A generator of problems that returns the `Constructor`, or None."""
+    if not allowed(target, prefixes):
+        yield f"{path}: {target} is not allowed; expected rl360. or launchers., or add its module to allow_targets"
+        return None
+    try:
+        return constructor(target)
+    except TargetError as error:
+        yield f"{path}: {error}"
+    except (OSError, SyntaxError) as error:
+        yield f"{path}: {target} cannot be read ({error})"
+    return None
+
+
+def _target_problems(config: RootConfig) -> Iterator[str]:
+    prefixes = list(config.allow_targets)
+    for group in ("algorithm", "trainer", "rollout", "gateway", "cluster"):
+        section = getattr(config, group)
+        found: Constructor | None = yield from _checked_target(f"{group}._target_", section._target_, prefixes)
+        if found is not None and group in _PROVIDED:
+            given = {key: value for key, value in vars(section).items() if key != "_target_"}
+            yield from (f"{group}.{p}" for p in argument_problems(found, given, _PROVIDED[group]))
+    for group in ("agent", "sandbox"):
+        section = getattr(config, group)
+        found = yield from _checked_target(f"{group}.import_path", section.import_path, prefixes)
+        if found is not None:
+            # Harbor passes its own arguments besides; only names that nothing takes are wrong.
+            yield from (
+                f"{group}.kwargs.{p}" for p in argument_problems(found, section.kwargs, found.required)
+            )

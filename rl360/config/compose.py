@@ -1,0 +1,297 @@
+"""From command-line overrides to one plain mapping, with everything that Hydra would stop on reported at once.
+
+In: overrides as `rl360 run` takes them. Out: `Composed`: the mapping, which option each group got, and the problems.
+Hydra stops at its first error, so composing is done here with an untyped schema node, each override is looked at by
+itself first, and what still makes Hydra fail is taken out until the rest composes. Whether keys and values make sense
+is left to rl360.config.check.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rl360.config.locate import conf_folder
+from rl360.config.names import suggestion
+from rl360.config.resolvers import register_resolvers
+from rl360.config.schemas import ComposedConfig
+from rl360.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+PRIMARY = "run"
+_SCHEMA = "schema"  # the name that conf/run.yaml's defaults list uses
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a command line asks to compose."""
+
+    overrides: tuple[str, ...] = ()
+    config_name: str = PRIMARY
+    config_dir: Path | None = None  # a further folder of configs, before ours
+    multirun: bool = False
+
+    @staticmethod
+    def from_arguments(arguments: Namespace) -> Request:
+        """From what Hydra's own argument parser read."""
+        return Request(
+            overrides=tuple(arguments.overrides),
+            config_name=arguments.config_name or PRIMARY,
+            config_dir=Path(arguments.config_dir).absolute() if arguments.config_dir else None,
+            multirun=bool(arguments.multirun),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """One point: the mapping without interpolations, and what did not compose."""
+
+    values: Mapping[str, Any]
+    choices: Mapping[str, str] = field(default_factory=dict)  # group -> chosen option
+    problems: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+
+
+def register_schema(typed: bool = True) -> None:
+    """Put the root schema where conf/run.yaml's defaults list finds it; untyped, it gives the defaults only."""
+    node: Any = ComposedConfig
+    if not typed:
+        node = OmegaConf.to_container(OmegaConf.structured(ComposedConfig), resolve=False)
+    ConfigStore.instance().store(_SCHEMA, node, provider="rl360")
+
+
+def compose(request: Request) -> Composed:
+    """Compose one run. Never raises for what the user wrote; see `Composed.problems`."""
+    with _loader(request) as loader:
+        return _compose(loader, request, request.overrides)
+
+
+def compose_points(request: Request) -> list[Composed]:
+    """Compose every point of a multirun: the grid of the sweep file and of the command line."""
+    with _loader(request) as loader:
+        primary = _load(loader, request, [], RunMode.MULTIRUN)
+        if isinstance(primary, str):
+            return [Composed({}, problems=(primary,))]
+        params = OmegaConf.select(primary, "hydra.sweeper.params") or {}
+        arguments = [f"{key}={value}" for key, value in params.items()] + list(request.overrides)
+        grid: dict[str, list[str]] = {}
+        problems = []
+        for text in arguments:
+            override = _parsed(loader, text)
+            if isinstance(override, str):
+                problems.append(override)
+            elif override.is_discrete_sweep():
+                key = override.get_key_element()
+                grid[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            else:
+                grid[override.get_key_element()] = [text]
+        points = [_compose(loader, request, point) for point in itertools.product(*grid.values())]
+    if problems:
+        points[0] = replace(points[0], problems=(*problems, *points[0].problems))
+    return points
+
+
+def from_config(config: DictConfig, choices: Mapping[str, Any], overrides: Sequence[str] = ()) -> Composed:
+    """What Hydra composed itself, as it hands it to the task function."""
+    values, unresolved = _resolved(config)
+    return Composed(values, {str(k): str(v) for k, v in choices.items()}, tuple(unresolved), tuple(overrides))
+
+
+def governed_keys(request: Request) -> dict[str, str]:
+    """Map each override's text to the config path that it sets; a group's own package, `` for an experiment."""
+    with _loader(request) as loader:
+        keys = {}
+        for text in request.overrides:
+            override = _parsed(loader, text)
+            if not isinstance(override, str):
+                name = override.key_or_group
+                keys[text] = "" if name == "experiment" else name.replace("/", ".")
+        return keys
+
+
+@contextmanager
+def _loader(request: Request) -> Iterator[ConfigLoader]:
+    register_resolvers()
+    search_path = create_config_search_path(str(conf_folder()))
+    if request.config_dir is not None:
+        if not request.config_dir.is_dir():
+            raise ConfigError(f"--config-dir: no folder {request.config_dir}")
+        search_path.prepend(
+            "command-line", f"file://{request.config_dir}", anchor=SearchPathQuery(provider="schema", path=None)
+        )
+    register_schema(typed=False)
+    GlobalHydra.instance().clear()
+    try:
+        yield Hydra.create_main_hydra2(task_name="rl360", config_search_path=search_path).config_loader
+    finally:
+        GlobalHydra.instance().clear()
+        register_schema(typed=True)
+
+
+def _parsed(loader: ConfigLoader, text: str) -> Override | str:
+    try:
+        return OverridesParser.create(config_loader=loader).parse_override(text)
+    except HydraException as error:
+        return f"{text}: cannot be read as key=value ({_first_line(error)})"
+
+
+def _compose(loader: ConfigLoader, request: Request, overrides: Sequence[str]) -> Composed:
+    problems: list[str] = []
+    usable: list[str] = []
+    for text in overrides:
+        override = _parsed(loader, text)
+        if isinstance(override, str):
+            problems.append(override)
+        elif problem := _override_problem(loader, request, override):
+            problems.append(problem)
+        else:
+            usable.append(_lenient(loader, request, override, text))
+    config = _load(loader, request, usable, RunMode.RUN)
+    if isinstance(config, str):
+        config, culprits = _without_culprits(loader, request, usable, config)
+        problems.extend(culprits)
+    if config is None:
+        return Composed({}, {}, tuple(problems), tuple(overrides))
+    choices = {str(k): str(v) for k, v in config.hydra.runtime.choices.items()}
+    values, unresolved = _resolved(config)
+    return Composed(values, choices, (*problems, *unresolved), tuple(overrides))
+
+
+def _override_problem(loader: ConfigLoader, request: Request, override: Override) -> str | None:
+    """What is wrong with one override by itself; keys and values are left to the schema."""
+    name = override.key_or_group
+    if name == "hydra" or name.startswith(("hydra.", "hydra/")):
+        return None
+    if override.is_sweep_override():
+        return f"{override.input_line}: several values for one run; add -m to run each of them"
+    options = _options(loader, request, name)
+    if not options:
+        if "/" in name or override.package is not None:
+            groups = loader.get_group_options("", ObjectType.GROUP, request.config_name, [])
+            return f"{name}: no such group{suggestion(name, groups)}"
+        return None
+    if override.is_delete():
+        return None
+    value = override.value()
+    chosen = value if isinstance(value, list) else [value]
+    unknown = [str(option) for option in chosen if option is not None and str(option) not in options]
+    if unknown:
+        return "\n".join(f"{name}={option}: no such option{suggestion(option, options)}" for option in unknown)
+    return None
+
+
+def _options(loader: ConfigLoader, request: Request, group: str) -> list[str]:
+    if "." in group:
+        return []
+    return loader.get_group_options(group, ObjectType.CONFIG, request.config_name, [])
+
+
+def _lenient(loader: ConfigLoader, request: Request, override: Override, text: str) -> str:
+    """A value override that also composes when its key is unknown: the schema walk names the key later."""
+    name = override.key_or_group
+    if override.type in (OverrideType.CHANGE, OverrideType.ADD) and not _options(loader, request, name):
+        if not name.startswith("hydra."):
+            return "++" + text.lstrip("+")
+    return text
+
+
+def _load(loader: ConfigLoader, request: Request, overrides: Sequence[str], mode: RunMode) -> DictConfig | str:
+    try:
+        return loader.load_configuration(
+            request.config_name, list(overrides), run_mode=mode, validate_sweep_overrides=mode is RunMode.RUN
+        )
+    except (HydraException, OmegaConfBaseException, ConfigError, OSError, ValueError, TypeError) as error:
+        return _readable(error, request)
+
+
+def _without_culprits(
+    loader: ConfigLoader, request: Request, overrides: Sequence[str], message: str
+) -> tuple[DictConfig | None, list[str]]:
+    """Add overrides one at a time; those that make Hydra fail are the problems. None: it fails without any, too."""
+    config = _load(loader, request, [], RunMode.RUN)
+    if isinstance(config, str):
+        return None, [config]
+    kept: list[str] = []
+    problems = []
+    for text in overrides:
+        attempt = _load(loader, request, [*kept, text], RunMode.RUN)
+        if isinstance(attempt, str):
+            problems.append(f"{text.lstrip('+')}: {attempt}")
+        else:
+            kept.append(text)
+            config = attempt
+    return config, problems or [message]
+
+
+def _resolved(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
+    """The experiment's part with interpolations replaced. One that cannot be is a problem and is left out."""
+    problems: list[str] = []
+
+    def walk(node: Any, path: str) -> Any:
+        if OmegaConf.is_dict(node):
+            return {str(k): kept for k in node if (kept := child(node, k, f"{path}.{k}" if path else str(k))) is not _DROP}
+        if OmegaConf.is_list(node):
+            kept_items = (child(node, i, f"{path}[{i}]") for i in range(len(node)))
+            return [item for item in kept_items if item is not _DROP]
+        return node
+
+    def child(node: Any, key: Any, path: str) -> Any:
+        if OmegaConf.is_missing(node, key):
+            return "???"
+        raw = node._get_node(key)._value()
+        if isinstance(raw, str) and "${oc.env:" in raw and SECRET_KEY.search(path):
+            problems.append(f"{path}: would store a secret; name the variable instead, as in gateway.api_key_env")
+            return _DROP
+        try:
+            return walk(node[key], path)
+        except (OmegaConfBaseException, ConfigError) as error:
+            cause = error.__cause__ if isinstance(error.__cause__, ConfigError) else error
+            problems.append(f"{path}: {_first_line(cause)}")
+            return _DROP
+
+    values = {str(key): child(config, key, str(key)) for key in config if key != "hydra"}
+    return {key: value for key, value in values.items() if value is not _DROP}, problems
+
+
+_DROP = object()
+SECRET_KEY = re.compile(r"(^|[._])(api_?key|key|token|secret|password|credential)s?$", re.IGNORECASE)
+
+
+def _first_line(error: BaseException | str) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _readable(error: Exception, request: Request) -> str:
+    """Hydra's message in one line, without its advice about its own flags."""
+    text = str(error)
+    if match := re.search(r"Cannot find primary config '([^']*)'", text):
+        folders = [str(conf_folder()), *([str(request.config_dir)] if request.config_dir else [])]
+        known = [p.stem for folder in folders for p in Path(folder).glob("*.yaml")]
+        return f"config {match[1]}: no such file in {os.pathsep.join(folders)}{suggestion(match[1], known)}"
+    if match := re.search(r"In '([^']*)': Could not find '([^']*)'", text):
+        options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
+        return f"{match[1]}: no such option {match[2]}{suggestion(match[2].rpartition('/')[2], options)}"
+    return _first_line(error)

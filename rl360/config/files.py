@@ -1,0 +1,201 @@
+"""What the experiment needs of this machine: model folder, tasks, output, sandboxes, room. Loads no model.
+
+In: a typed config. Out: `Found`: facts for the plan, problems that would end a run, warnings that would not. Nothing is
+written but a probe folder that is removed at once.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl360.config.forecast import GIB, Forecast, ModelShape, forecast
+from rl360.config.schemas import RootConfig, TasksConfig
+from rl360.diagnostics.machine import Memory, free_disk_bytes, memory, sandbox_ability, write_problem
+from rl360.errors import TaskError
+from rl360.types import Task
+
+LOCAL_SANDBOX = "rl360.sandboxes.local:"
+
+
+@dataclass(slots=True)
+class Found:
+    """Filled while the checks run; read by the plan."""
+
+    model_dir: Path
+    num_parameters: int | None = None
+    training: list[Task] = field(default_factory=list)
+    evaluation: list[Task] = field(default_factory=list)
+    forecast: Forecast | None = None
+    memory: Memory | None = None
+    free_disk: int | None = None
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def model_folder(config: RootConfig) -> Path:
+    """Where the checkpoint is: model.path, else paths.models/<name>."""
+    return Path(config.model.path) if config.model.path else Path(config.paths.models) / config.model.name
+
+
+def look(
+    config: RootConfig, run_dir: Path | None = None, resuming: bool = False, unset: Collection[str] = ()
+) -> Found:
+    """Run every check of files and of the machine.
+
+    run_dir: the run's folder, when it is known already. unset: keys without a value, reported elsewhere.
+    """
+    found = Found(model_dir=model_folder(config))
+    if not {"model.name", "model.path"} & set(unset):
+        _model(config, found)
+    _tasks(config, found)
+    _output(config, found, run_dir, resuming)
+    _sandbox(config, found)
+    _port(config, found)
+    _room(config, found)
+    return found
+
+
+def _model(config: RootConfig, found: Found) -> None:
+    folder = found.model_dir
+    key = "model.path" if config.model.path else "model"
+    if not folder.is_dir():
+        hint = f"; try: rl360 model fetch {config.model.name}" if config.model.source else "; expected a folder"
+        found.problems.append(f"{key}: no model folder {folder}{hint}")
+        return
+    found.problems.extend(f"{key}: {problem}" for problem in _folder_problems(folder, config.model.random_init))
+    try:
+        shape = ModelShape.from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except KeyError as error:
+        found.problems.append(f"{key}: {folder / 'config.json'} has no {error.args[0]}; expected a Llama-like decoder")
+    except (OSError, ValueError, TypeError):
+        return  # _folder_problems has named it
+    else:
+        found.num_parameters = shape.num_parameters
+        found.forecast = forecast(shape, config)
+
+
+def _folder_problems(folder: Path, random_init: bool) -> list[str]:
+    if random_init:
+        return [f"{folder}: no {name}" for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    from rl360.models.fetch import folder_problems
+
+    return folder_problems(folder)
+
+
+def _tasks(config: RootConfig, found: Found) -> None:
+    found.training = _load(config.tasks, "tasks", found)
+    wanted = config.evaluation.tasks
+    if wanted is not None and config.evaluation.every > 0:
+        found.evaluation = _load(wanted, "evaluation.tasks", found)
+    if found.training and config.tasks_per_iteration > len(found.training):
+        found.problems.append(
+            f"tasks_per_iteration: {config.tasks_per_iteration}, but tasks has {len(found.training)}; a batch of "
+            f"different tasks cannot be formed; expected at most {len(found.training)}"
+        )
+    both = sorted({t.content_hash: t.task_id for t in found.training}.keys() & {t.content_hash for t in found.evaluation})
+    ids = sorted({t.task_id for t in found.training} & {t.task_id for t in found.evaluation})
+    names = ids or sorted(t.task_id for t in found.training if t.content_hash in both)
+    if names:
+        found.problems.append(
+            f"evaluation.tasks: also trained on: {_some(names)}; expected other tasks, see include and exclude"
+        )
+
+
+def _load(tasks: TasksConfig, key: str, found: Found) -> list[Task]:
+    from rl360.tasks.manifest import load_tasks
+
+    if not tasks.path:
+        return []  # reported as a key without a value
+    path = Path(tasks.path)
+    if not path.is_dir():
+        found.problems.append(f"{key}.path: no folder {path}; expected one with harbor_records.jsonl and task folders")
+        return []
+    for name, ids in (("include", tasks.include), ("exclude", tasks.exclude)):
+        if twice := [task_id for task_id, count in Counter(ids).items() if count > 1]:
+            found.problems.append(f"{key}.{name}: the same id twice: {_some(twice)}")
+    try:
+        return load_tasks(path, tasks.include, tasks.exclude)
+    except TaskError as error:
+        found.problems.extend(f"{key}: {problem}" for problem in error.problems)
+        return []
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def _output(config: RootConfig, found: Found, run_dir: Path | None, resuming: bool) -> None:
+    folder = run_dir or Path(config.output_dir or config.paths.outputs)
+    key = "output_dir" if config.output_dir else "paths.outputs"
+    if problem := write_problem(folder):
+        found.problems.append(f"{key}: {problem}; expected a folder that can be written, such as {key}=/tmp/rl360")
+    elif not resuming and config.output_dir and (folder / "resolved.yaml").exists():
+        found.problems.append(f"output_dir: {folder} already holds a run; continue it with resume={folder}")
+    if problem := write_problem(Path(config.paths.cache)):
+        found.problems.append(f"paths.cache: {problem}")
+
+
+def _sandbox(config: RootConfig, found: Found) -> None:
+    if not config.sandbox.import_path.startswith(LOCAL_SANDBOX):
+        return
+    ability = sandbox_ability()
+    if ability.problem:
+        found.problems.append(f"sandbox: {ability.problem}; rl360 doctor says more")
+        return
+    if not ability.cgroup_limits and (config.sandbox.memory_mib or config.sandbox.cpus or config.sandbox.pids):
+        found.warnings.append(f"sandbox: no control group can be made (cgroups {ability.cgroups}); limits are weaker")
+    if config.sandbox.unprivileged and not ability.user_namespaces:
+        found.problems.append("sandbox.unprivileged: this machine allows no user namespaces; rl360 doctor says more")
+    base = config.sandbox.base
+    if base not in ("auto", "host", "debootstrap") and not Path(base).is_dir():
+        found.problems.append(f"sandbox.base: no folder {base}; expected auto, host, debootstrap or a folder")
+
+
+def _port(config: RootConfig, found: Found) -> None:
+    """A fixed port that somebody else holds is said before anything starts."""
+    if config.gateway.port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.gateway.host, config.gateway.port))
+        except OSError as error:
+            found.problems.append(
+                f"gateway.port: {config.gateway.port} on {config.gateway.host} cannot be used ({error.strerror}); "
+                "expected a free one, or 0 to take any"
+            )
+
+
+def _room(config: RootConfig, found: Found) -> None:
+    found.memory = memory()
+    found.free_disk = free_disk_bytes(Path(config.output_dir or config.paths.outputs))
+    if found.forecast is None:
+        return
+    need = found.forecast.memory_bytes
+    if need > found.memory.total:
+        found.problems.append(
+            f"memory: {gib(need)} needed ({_largest(found.forecast.memory)}), the machine has {gib(found.memory.total)}; "
+            "try a smaller model, trainer.max_tokens_per_gpu or rollout.kv_cache_gib"
+        )
+    elif need > found.memory.available:
+        found.warnings.append(f"memory: {gib(need)} needed, {gib(found.memory.available)} free at the moment")
+    if found.forecast.disk_bytes > found.free_disk:
+        found.problems.append(
+            f"disk: {gib(found.forecast.disk_bytes)} needed ({_largest(found.forecast.disk)}), "
+            f"{gib(found.free_disk)} free; try another paths.outputs or a smaller checkpoint.keep_last"
+        )
+
+
+def gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"
+
+
+def _largest(parts: Mapping[str, int], most: int = 3) -> str:
+    largest = sorted(parts.items(), key=lambda item: -item[1])[:most]
+    return ", ".join(f"{name} {gib(count)}" for name, count in largest)

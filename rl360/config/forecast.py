@@ -1,0 +1,130 @@
+"""How much memory and disk an experiment will take, computed from numbers before anything is loaded. Pure.
+
+In: a model's config.json and the experiment. Out: bytes by what they are for. Measured sizes of what is there, and the
+comparison, are left to rl360.config.files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl360.config.schemas import RootConfig
+
+GIB = 1024**3
+MIB = 1024**2
+
+FP32_BYTES = 4
+ADAM_BYTES = 8  # two fp32 moments a parameter
+DRIVER_BASE_BYTES = 600 * MIB  # an interpreter with torch and its libraries, measured on a CPU build
+WORKER_BYTES = 200 * MIB  # an interpreter with Harbor, without torch
+PROXY_BYTES = 150 * MIB
+# fp32 values that a layer keeps for its backward, in units of its widths: inputs, norms, q, k, v, attention, gate, up.
+ACTIVATION_HIDDEN_UNITS = 8
+ACTIVATION_FFN_UNITS = 4
+# Trajectories: ids, masks, logprobs and text of a token, compressed.
+TRAJECTORY_BYTES_PER_TOKEN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The numbers of a Llama-like decoder that decide its size."""
+
+    hidden: int
+    layers: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+
+    @staticmethod
+    def from_hf(config: Mapping[str, Any]) -> ModelShape:
+        """From a config.json. Raises `KeyError` with the key that is missing."""
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        return ModelShape(
+            hidden=hidden,
+            layers=int(config["num_hidden_layers"]),
+            ffn=int(config["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            vocab=int(config["vocab_size"]),
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Norms included, biases not: Llama-like models have none."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
+        return self.layers * layer + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * FP32_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Bytes by what they are for: memory of the driver and its children, disk under the run folder."""
+
+    memory: Mapping[str, int]
+    disk: Mapping[str, int]
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(self.disk.values())
+
+
+def forecast(shape: ModelShape, config: RootConfig) -> Forecast:
+    """Forecast a run on one machine, weights in fp32 (the CPU trainer's; a GPU's masters are fp32 as well).
+
+    The KV cache is counted at what the open requests can fill, at most at its limit. Activations are those of one
+    micro-batch; an attempt longer than the micro-batch budget gets its own.
+    """
+    parameters = shape.num_parameters
+    weights = parameters * FP32_BYTES
+    tokens = max(config.trainer.max_tokens_per_gpu, config.rollout.max_context_tokens)
+    per_layer = tokens * FP32_BYTES * (ACTIVATION_HIDDEN_UNITS * shape.hidden + ACTIVATION_FFN_UNITS * shape.ffn)
+    kept_layers = 1 if config.trainer.gradient_checkpointing else shape.layers
+    checkpointed = tokens * FP32_BYTES * shape.hidden * shape.layers if config.trainer.gradient_checkpointing else 0
+    logits_rows = min(config.trainer.logprob_chunk_tokens, tokens)
+    memory = {
+        "weights": weights,
+        "gradients": weights,
+        "adam": parameters * ADAM_BYTES,
+        "activations": per_layer * kept_layers + checkpointed,
+        "logits_chunk": 2 * logits_rows * shape.vocab * FP32_BYTES,
+        "driver": DRIVER_BASE_BYTES,
+        "proxy": PROXY_BYTES,
+        "trial_workers": config.rollout.num_workers * WORKER_BYTES,
+    }
+    if config.algorithm.kl_coef > 0:
+        memory["reference"] = weights
+    if config.rollout.engine == "embedded":
+        rows = min(config.rollout.max_running_requests, config.rollout.concurrency)
+        open_tokens = rows * config.rollout.max_context_tokens
+        memory["kv_cache"] = min(int(config.rollout.kv_cache_gib * GIB), open_tokens * shape.kv_bytes_per_token)
+    return Forecast(memory, _disk(parameters, config))
+
+
+def _disk(parameters: int, config: RootConfig) -> dict[str, int]:
+    weights = parameters * FP32_BYTES
+    kept = config.checkpoint.keep_last + int(config.checkpoint.keep_best) + 1  # one more while it is written
+    attempts = config.iterations * config.tasks_per_iteration * config.group_size
+    disk = {
+        "checkpoints": kept * (weights + parameters * ADAM_BYTES),
+        "trajectories": attempts * config.rollout.max_context_tokens * TRAJECTORY_BYTES_PER_TOKEN,
+    }
+    if config.checkpoint.hf:
+        disk["hf_checkpoint"] = weights
+    if config.rollout.sync == "disk":
+        disk["published_weights"] = 2 * weights  # the new one is complete before the old one goes
+    return disk

@@ -1,0 +1,132 @@
+"""Continuing a run: its saved resolved.yaml wins, and only some keys may be given anew.
+
+In: the command line with `resume=<run folder>`. Out: the saved values with the permitted changes, and problems that name
+every key that may not change. Restoring weights and state is the engine's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rl360.config.compose import Composed, Request, compose, governed_keys
+from rl360.config.files import Found
+from rl360.config.run_folder import PLAN, RESOLVED
+
+# What does not change what is learnt: how long, where, and what is written about it.
+RESUMABLE = (
+    "iterations",
+    "logger",
+    "cluster",
+    "paths",
+    "checkpoint",
+    "gateway",
+    "rollout.concurrency",
+    "rollout.num_workers",
+    "rollout.engine_urls",
+    "rollout.request_timeout_s",
+    "trainer.num_threads",
+)
+_SET_BY_RESUME = ("resume", "output_dir")
+
+
+def resume_folder(request: Request) -> Path | None:
+    """The folder of `resume=...`, absolute; None when the command line has none, or null."""
+    for text in request.overrides:
+        key, _, value = text.lstrip("+").partition("=")
+        if key == "resume":
+            value = value.strip("'\"")
+            return None if value in ("", "null") else Path(value).expanduser().absolute()
+    return None
+
+
+def resumed(request: Request, folder: Path) -> Composed:
+    """The saved values with what the command line may change. Never raises; see `Composed.problems`."""
+    saved, problem = _saved(folder)
+    if problem:
+        return Composed({}, problems=(problem,))
+    others = tuple(text for text in request.overrides if text.lstrip("+").partition("=")[0] != "resume")
+    asked = replace(request, overrides=others)
+    fresh = compose(asked) if others else Composed(saved)
+    problems = list(fresh.problems)
+    values: Any = OmegaConf.create(saved)
+    for text, root in governed_keys(asked).items() if others else ():
+        for key in _differences(saved, fresh.values, root):
+            if _permitted(key):
+                OmegaConf.update(values, key, _get(fresh.values, key), merge=False, force_add=True)
+            else:
+                problems.append(
+                    f"{key}: {_get(fresh.values, key)!r} ({text}) differs from {_get(saved, key)!r} of the saved run; "
+                    f"on resume only {', '.join(RESUMABLE)} may change"
+                )
+    values["resume"] = values["output_dir"] = str(folder)
+    problems.extend(_nothing_left(folder, values.get("iterations")))
+    return Composed(OmegaConf.to_container(values), {}, tuple(problems), request.overrides)  # type: ignore[arg-type]
+
+
+def changed_tasks(folder: Path, found: Found) -> list[str]:
+    """Tasks that are not what the run was started with: a resumed run would train on other data unnoticed."""
+    try:
+        before = json.loads((folder / PLAN).read_text(encoding="utf-8"))["task_hashes"]
+    except (OSError, ValueError, KeyError):
+        return []
+    problems = []
+    for purpose, tasks in (("tasks", found.training), ("evaluation.tasks", found.evaluation)):
+        now = {task.task_id: task.content_hash for task in tasks}
+        then = before.get(purpose, {})
+        changed = sorted(task_id for task_id in then.keys() | now.keys() if then.get(task_id) != now.get(task_id))
+        if changed and then:
+            problems.append(f"{purpose}: changed since the run began: {', '.join(changed)}; expected the same data set")
+    return problems
+
+
+def _saved(folder: Path) -> tuple[dict[str, Any], str | None]:
+    path = folder / RESOLVED
+    if not path.is_file():
+        return {}, f"resume: no {RESOLVED} in {folder}; expected the folder of an earlier run"
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        return {}, f"resume: {path} cannot be read ({type(error).__name__})"
+    if not isinstance(saved, dict):
+        return {}, f"resume: {path} holds no experiment"
+    return {str(key): value for key, value in saved.items()}, None
+
+
+def _nothing_left(folder: Path, iterations: Any) -> list[str]:
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    done = summary.get("iterations")
+    if summary.get("exit_reason") == "finished" and isinstance(done, int) and isinstance(iterations, int):
+        if done >= iterations:
+            return [f"iterations: {iterations}, and the run has done {done}; give more, such as iterations={done * 2}"]
+    return []
+
+
+def _permitted(key: str) -> bool:
+    return any(key == known or key.startswith(f"{known}.") for known in RESUMABLE)
+
+
+def _differences(saved: Mapping[str, Any], fresh: Mapping[str, Any], root: str) -> list[str]:
+    """Paths under `root` whose values differ; a whole permitted subtree counts as one."""
+    old, new = (_get(saved, root), _get(fresh, root)) if root else (saved, fresh)
+    if isinstance(old, Mapping) and isinstance(new, Mapping) and not (root and _permitted(root)):
+        keys = [key for key in (*old, *(k for k in new if k not in old)) if root or key not in _SET_BY_RESUME]
+        return [found for key in keys for found in _differences(saved, fresh, f"{root}.{key}" if root else str(key))]
+    return [root] if old != new else []
+
+
+def _get(values: Mapping[str, Any], path: str) -> Any:
+    node: Any = values
+    for part in path.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node

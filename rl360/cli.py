@@ -74,11 +74,14 @@ def run(arguments: Sequence[str]) -> int:
 
     parsed = _parse(arguments)
     request = _request(parsed)
+    if parsed.shell_completion and "COMP_LINE" in os.environ:
+        return _complete(arguments, os.environ["COMP_LINE"])
     if parsed.shell_completion or parsed.hydra_help or parsed.info:
         return _hydra(arguments)
     if parsed.cfg or parsed.help:
         composed = compose_points(request)[0] if parsed.multirun else compose(request)
-        return _report(_key_problems(composed)) or _hydra(arguments)
+        problems = list(composed.problems) if parsed.help else _key_problems(composed)
+        return _report(problems) or _hydra(arguments)
     if (folder := resume_folder(request)) is not None:
         if request.multirun:
             return _report(["resume: continues one run; leave out -m"])
@@ -343,7 +346,6 @@ def _hydra(arguments: Sequence[str], task: Callable[[DictConfig], None] | None =
 
     register_resolvers()
     register_schema()
-    arguments = _for_completion(list(arguments))
     app = hydra.main(config_path=str(conf_folder()), config_name=PRIMARY, version_base="1.3")(task or nothing)
     before = sys.argv
     sys.argv = [before[0] if Path(before[0]).name.startswith("rl360") else "rl360", *arguments]
@@ -356,15 +358,17 @@ def _hydra(arguments: Sequence[str], task: Callable[[DictConfig], None] | None =
     return EXIT_FINE
 
 
-def _for_completion(arguments: list[str]) -> list[str]:
+def _complete(arguments: Sequence[str], line: str) -> int:
     """Hydra completes `PROGRAM overrides`; ours has a command between, which is taken out of the line it reads."""
-    line = os.environ.get("COMP_LINE", "")
-    words = line.split(maxsplit=2)
-    if len(words) >= 2 and words[1] in ("run", "check"):
-        rest = words[2] if len(words) > 2 else ""
-        ends = " " if line.endswith(" ") and rest and not rest.endswith(" ") else ""
-        os.environ["COMP_LINE"] = f"{words[0]} {rest}{ends}"
-    return arguments
+    program, command, rest = [*line.split(maxsplit=2), "", "", ""][:3]
+    if not rest and not line.endswith(" "):
+        print(" ".join(name for name in COMMANDS if name.startswith(command)))
+    elif not command:
+        print(" ".join(COMMANDS))
+    elif command in ("run", "check"):
+        os.environ["COMP_LINE"] = f"{program} {rest}"
+        return _hydra(arguments)
+    return EXIT_FINE
 
 
 if __name__ == "__main__":

@@ -267,8 +267,7 @@ def _resolved(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
         try:
             return walk(node[key], path)
         except (OmegaConfBaseException, ConfigError) as error:
-            cause = error.__cause__ if isinstance(error.__cause__, ConfigError) else error
-            problems.append(f"{path}: {_first_line(cause)}")
+            problems.append(f"{path}: {_RAISED_INSIDE.sub('', _first_line(error))}")
             return _DROP
 
     values = {str(key): child(config, key, str(key)) for key in config if key != "hydra"}
@@ -276,6 +275,7 @@ def _resolved(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
 
 
 _DROP = object()
+_RAISED_INSIDE = re.compile(r"^\w+ raised while resolving interpolation: ")
 SECRET_KEY = re.compile(r"(^|[._])(api_?key|key|token|secret|password|credential)s?$", re.IGNORECASE)
 
 

@@ -112,7 +112,7 @@ def _load(tasks: TasksConfig, key: str, found: Found) -> list[Task]:
     if not tasks.path:
         return []  # reported as a key without a value
     path = Path(tasks.path)
-    if not path.is_dir():
+    if not path.exists():
         found.problems.append(f"{key}.path: no folder {path}; expected one with harbor_records.jsonl and task folders")
         return []
     for name, ids in (("include", tasks.include), ("exclude", tasks.exclude)):
@@ -121,7 +121,10 @@ def _load(tasks: TasksConfig, key: str, found: Found) -> list[Task]:
     try:
         return load_tasks(path, tasks.include, tasks.exclude)
     except TaskError as error:
-        found.problems.extend(f"{key}: {problem}" for problem in error.problems)
+        found.problems.extend(
+            f"{key}{problem.removeprefix('tasks')}" if problem.startswith("tasks") else f"{key}: {problem}"
+            for problem in error.problems
+        )
         return []
 
 

@@ -38,10 +38,15 @@ def sweeps_folder() -> Path:
 
 
 def bundled_tasks(pool: str) -> Path:
-    """The folder of a task pool that ships inside the package. Raises `ConfigError` naming the pools there are."""
+    """A task pool that ships inside the package: its folder, or one of its manifests as `<folder>/<name>.jsonl`.
+
+    Raises `ConfigError` naming what there is.
+    """
     root = _PACKAGE / "tasks" / "bundled"
-    folder = root / pool
-    if not folder.is_dir():
-        known = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name[0] not in "._") if root.is_dir() else []
+    place = root / pool
+    if not place.exists():
+        folder = place.parent if place.suffix else root
+        known = sorted(p.name for p in folder.iterdir() if p.name[0] not in "._") if folder.is_dir() else []
+        known = [name for name in known if not place.suffix or name.endswith(place.suffix)]
         raise ConfigError(f"rl360_bundled:{pool}: no such bundled task pool; there are: {', '.join(known) or 'none'}")
-    return folder
+    return place

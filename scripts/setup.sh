@@ -24,6 +24,12 @@ fail() {
     exit 1
 }
 
+# Trust what the system trusts, as curl and apt do: uv, and the pip of an early 3.12, otherwise bring their own list of
+# certificate authorities and refuse a company's or a mirror's.
+export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}" UV_NATIVE_TLS="${UV_NATIVE_TLS:-1}"
+system_bundle=/etc/ssl/certs/ca-certificates.crt
+[ -n "${PIP_CERT:-}${REQUESTS_CA_BUNDLE:-}" ] || [ ! -r $system_bundle ] || export PIP_CERT=$system_bundle
+
 case $extra in local | dev) ;; *) fail "unknown set '$extra'; expected local or dev" ;; esac
 case $torch in locked | cpu) ;; *) fail "TORCH=$torch is unknown; expected cpu, or leave it out" ;; esac
 

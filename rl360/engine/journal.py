@@ -13,12 +13,13 @@ import json
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rl360.engine import frames
 from rl360.engine.codec import FORMAT, attempt_from_json, attempt_to_json, plain, spec_to_json
-from rl360.engine.ledger import ANOTHER_TRY_MAY_FOLLOW, is_run_again
+from rl360.engine.ledger import ANOTHER_TRY_MAY_FOLLOW, Started, is_run_again
 from rl360.errors import RL360Error
 from rl360.types import Attempt, AttemptSpec, Outcome, OutcomeKind, Purpose
 
@@ -85,14 +86,17 @@ class Trajectories:
     def index_path(self, iteration: int) -> Path:
         return self.folder / f"{iteration:05d}.index.jsonl"
 
-    def write(self, rows: Iterable[tuple[Attempt | AttemptSpec, Outcome]]) -> None:
-        """Append decided tries to the files of their own iterations; on disk when it returns."""
+    def write(self, rows: Iterable[tuple[Attempt | AttemptSpec | Started, Outcome]]) -> None:
+        """Append decided tries to the files of their own iterations; on disk when it returns.
+
+        A try without an attempt is given by its spec, or by its ledger row when a crash took the spec.
+        """
         by_iteration: dict[int, list[dict[str, Any]]] = {}
         for what, outcome in rows:
             spec = what.spec if isinstance(what, Attempt) else what
             if spec.try_id != outcome.try_id:
                 raise RL360Error(f"trajectory of {spec.try_id} with the outcome of {outcome.try_id}")
-            row = attempt_to_json(what) if isinstance(what, Attempt) else {"format": FORMAT, "spec": spec_to_json(spec)}
+            row = attempt_to_json(what) if isinstance(what, Attempt) else _stub(what)
             row = {**row, "outcome": {"kind": outcome.kind.value, "reason": outcome.reason}}
             by_iteration.setdefault(spec.iteration, []).append(row)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -179,6 +183,12 @@ class Trajectories:
         return lines
 
 
+def _stub(what: AttemptSpec | Started) -> dict[str, Any]:
+    if isinstance(what, AttemptSpec):
+        return {"format": FORMAT, "spec": spec_to_json(what)}
+    return {"format": FORMAT, "spec": {**asdict(what), "purpose": what.purpose.value, "task": None}}
+
+
 def _is_decided_again(row: dict[str, Any], resumed_iteration: int) -> bool:
     final = OutcomeKind(row["outcome"]["kind"]) in ANOTHER_TRY_MAY_FOLLOW
     return not final and is_run_again(Purpose(row["spec"]["purpose"]), row["spec"]["iteration"], resumed_iteration)
@@ -191,7 +201,7 @@ def _index_line(row: dict[str, Any], offset: int, end: int) -> dict[str, Any]:
         "try_id": spec["try_id"],
         "attempt_id": spec["attempt_id"],
         "group_id": spec["group_id"],
-        "task_id": spec["task"]["task_id"],
+        "task_id": spec["task"]["task_id"] if spec["task"] else None,
         "iteration": spec["iteration"],
         "purpose": spec["purpose"],
         "kind": row["outcome"]["kind"],

@@ -1,0 +1,78 @@
+"""What each scalar means: its unit and one sentence, for TensorBoard's descriptions and the guide.
+
+In: a scalar's name. Out: its description. Left to others: computing scalars (rl360.engine.metrics, the trainer).
+Every scalar has one axis, the iteration.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """Meaning of one name, or of a family of names: `<part>` stands for one path element."""
+
+    name: str
+    unit: str  # "" when the value is a pure number
+    meaning: str
+
+    @property
+    def description(self) -> str:
+        return f"{self.meaning} [{self.unit}]" if self.unit else self.meaning
+
+
+SCALARS = (
+    Scalar("reward/unfiltered_mean", "", "Mean reward of all training attempts that have one, penalties included"),
+    Scalar("reward/kept_mean", "", "Mean reward of the attempts that were trained on, after filtering"),
+    Scalar("reward/success_rate", "share", "Training attempts that solved their task, of those with a verdict"),
+    Scalar("reward/domain/<tag>/mean", "", "Mean reward of the training attempts at tasks of this domain"),
+    Scalar("reward/domain/<tag>/count", "attempts", "Training attempts of this domain that have a reward"),
+    Scalar("reward/<name>_mean", "", "Mean of what this reward signal adds to an attempt's reward"),
+    Scalar("rollout/samples_<outcome>", "attempts", "Training attempts of the iteration with this outcome"),
+    Scalar("rollout/masked/<cause>", "attempts", "Masked training attempts with this infrastructure cause"),
+    Scalar("rollout/response_tokens_mean", "tokens", "Mean number of sampled tokens of an attempt"),
+    Scalar("rollout/turns_mean", "turns", "Mean number of model calls of an attempt"),
+    Scalar("rollout/truncated_share", "share", "Attempts in which a turn reached the token cap"),
+    Scalar("rollout/forks", "segments", "Segments that began because a request did not extend its history"),
+    Scalar("rollout/groups", "groups", "Groups that were rolled out"),
+    Scalar("rollout/groups_kept", "groups", "Groups that were trained on"),
+    Scalar("rollout/staleness_max", "versions", "Training version minus the version of the oldest token, at most"),
+    Scalar("mismatch/kl", "nats/token", "Mean difference of the engine's and the trainer's logprobs, as a KL estimate"),
+    Scalar("mismatch/ratio_max", "", "Largest probability ratio of trainer and engine over the sampled tokens"),
+    Scalar("train/loss", "", "The objective that the optimizer stepped on"),
+    Scalar("train/grad_norm", "", "Global norm of the gradient before clipping"),
+    Scalar("train/entropy", "nats/token", "Mean entropy of the policy at the sampled positions"),
+    Scalar("train/clip_fraction", "share", "Trained tokens whose ratio was clipped"),
+    Scalar("train/lr", "", "Learning rate of the step"),
+    Scalar("train/skipped", "steps", "1 when no group was worth training on"),
+    Scalar("time/step_s", "s", "Wall time of the whole iteration"),
+    Scalar("time/rollout_s", "s", "Wall time until all groups of the iteration were there"),
+    Scalar("time/generate_s", "s", "Mean time of an attempt spent waiting for the engine"),
+    Scalar("time/sandbox_s", "s", "Mean time of an attempt until its sandbox was ready"),
+    Scalar("time/verify_s", "s", "Mean time of an attempt in the verifier"),
+    Scalar("time/queue_s", "s", "Mean time of an attempt before it was started"),
+    Scalar("time/train_s", "s", "Wall time of the trainer's step"),
+    Scalar("time/publish_s", "s", "Wall time until every engine had the new weights"),
+    Scalar("time/wait_s", "s", "Wall time in which the trainer waited for rollouts"),
+    Scalar("perf/tokens_per_s", "tokens/s", "Sampled tokens a second over the whole iteration"),
+    Scalar("perf/train_tokens_per_s", "tokens/s", "Tokens a second through the trainer's forward and backward"),
+    Scalar("perf/trajectories_per_gpu_hour", "1/(GPU h)", "Finished attempts an hour and GPU"),
+    Scalar("eval/success_rate", "share", "Evaluation attempts that solved their task, on tasks never trained on"),
+    Scalar("eval/reward_mean", "", "Mean reward of the evaluation attempts"),
+    Scalar("final/<key>", "", "This key of summary.json, so that runs compare in the hparams view"),
+)
+
+_PATTERNS = [
+    (re.compile(re.sub(r"<\w+>", "[^/]+", re.escape(s.name).replace(r"\<", "<").replace(r"\>", ">"))), s)
+    for s in SCALARS
+]
+
+
+def describe(name: str) -> str:
+    """The description of a scalar; empty for a name that nobody described."""
+    for pattern, scalar in _PATTERNS:
+        if pattern.fullmatch(name):
+            return scalar.description
+    return ""

@@ -1,0 +1,154 @@
+"""The gateway of a run on one machine: one proxy process straight in front of the engines.
+
+In: attempt specs. Out: base URLs for agents, `Session` records. Left to others: the proxy itself (proxy.py), processes
+(the WorkerGroup that is passed in).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from rl360.errors import EngineError, InfrastructureError
+from rl360.protocols import WorkerGroup
+from rl360.types import AttemptSpec, Purpose, Sampling, Session, Stop, Task
+
+PROXY = "rl360.gateway.proxy:ProxyWorker"
+CALL_TIMEOUT_S = 60.0  # opening or closing a session: milliseconds, unless the machine is drowning
+HEALTH_TIMEOUT_S = 5.0
+VERIFY_NEW_TOKENS = 8
+
+
+class DirectGateway:
+    """Implements protocols.Gateway.
+
+    Args:
+        host, port, api_key_env: of GatewayConfig.
+        engine_urls, tokenizer_dir, tool_parser, reasoning_parser, request_timeout_s, log_dir: see ProxyWorker.
+        worker_group_factory: (target, size, kwargs, name) -> WorkerGroup.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key_env: str | None = None,
+        *,
+        engine_urls: Sequence[str],
+        tokenizer_dir: str | Path,
+        worker_group_factory: Callable[..., WorkerGroup],
+        log_dir: str | Path,
+        tool_parser: str = "none",
+        reasoning_parser: str = "none",
+        request_timeout_s: float = 120.0,
+    ) -> None:
+        kwargs: Mapping[str, Any] = {
+            "engine_urls": list(engine_urls),
+            "tokenizer_dir": str(tokenizer_dir),
+            "host": host,
+            "port": port,
+            "tool_parser": tool_parser,
+            "reasoning_parser": reasoning_parser,
+            "request_timeout_s": request_timeout_s,
+            "log_dir": str(log_dir),
+            "api_key_env": api_key_env,
+        }
+        self._request_timeout_s = request_timeout_s
+        self._group = worker_group_factory(target=PROXY, size=1, kwargs=kwargs, name="proxy")
+
+    async def start(self) -> None:
+        """Start the proxy process. Raises what its start raised."""
+        await asyncio.to_thread(self._group.start)
+
+    async def open(self, spec: AttemptSpec) -> str:
+        return str(await self._group.call(0, "open", spec, timeout_s=CALL_TIMEOUT_S))
+
+    async def close_session(self, try_id: str) -> Session:
+        session = await self._group.call(0, "close_session", try_id, timeout_s=CALL_TIMEOUT_S)
+        assert isinstance(session, Session)
+        return session
+
+    async def discard(self, try_id: str) -> None:
+        await self._group.call(0, "discard", try_id, timeout_s=CALL_TIMEOUT_S)
+
+    async def health(self) -> bool:
+        """Whether the proxy's HTTP server answers, the way agents reach it."""
+        url = await self._group.call(0, "url", timeout_s=HEALTH_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as client, client.get(f"{url}/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def verify(self) -> None:
+        """Send one request through the whole chain and check every field that training needs.
+
+        Raises EngineError or InfrastructureError naming what is missing, before anything is trained on it.
+        """
+        await self._group.call(0, "verify", timeout_s=self._request_timeout_s + CALL_TIMEOUT_S)
+        spec = _verify_spec()
+        base_url = await self.open(spec)
+        try:
+            reply = await self._ask(base_url)
+        finally:
+            session = await self.close_session(spec.try_id)
+        problems = _problems(reply, session)
+        if problems:
+            raise EngineError("engine_reply", "the first request through the proxy: " + "; ".join(problems))
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._group.close)
+
+    async def _ask(self, base_url: str) -> Mapping[str, Any]:
+        body = {"messages": [{"role": "user", "content": "Say hello."}], "logprobs": True}
+        timeout = aiohttp.ClientTimeout(total=self._request_timeout_s + CALL_TIMEOUT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as client,
+                client.post(f"{base_url}/chat/completions", json=body) as response,
+            ):
+                reply = await response.json()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise InfrastructureError("proxy_unreachable", f"{base_url}: {error!r}") from error
+        if response.status != 200:
+            error_body = reply.get("error", {})
+            raise InfrastructureError(
+                error_body.get("code") or f"proxy_status_{response.status}", str(error_body.get("message"))
+            )
+        assert isinstance(reply, dict)
+        return reply
+
+
+def _verify_spec() -> AttemptSpec:
+    task = Task(task_id="verify", path=Path(), tags=(), content_hash="")
+    sampling = Sampling(max_new_tokens=VERIFY_NEW_TOKENS, max_turns=1)
+    return AttemptSpec("verify", "verify", -1, task, sampling, seed=0, purpose=Purpose.EVAL)
+
+
+def _problems(reply: Mapping[str, Any], session: Session) -> list[str]:
+    """What training would miss in a session of one turn."""
+    problems = []
+    if session.stop is Stop.INFRASTRUCTURE:
+        problems.append(f"the session failed: {session.cause}")
+    if len(session.segments) != 1 or len(session.turns) != 1:
+        return [
+            *problems,
+            f"{len(session.segments)} segments and {len(session.turns)} turns were kept; expected 1 and 1",
+        ]
+    segment = session.segments[0]
+    sampled = int(segment.loss_mask_T.sum())
+    if sampled == 0 or sampled != reply["usage"]["completion_tokens"]:
+        problems.append(f"usage.completion_tokens is {reply['usage']['completion_tokens']}, {sampled} tokens were kept")
+    if not all(math.isfinite(p) and p <= 0 for p in segment.logprobs_T[segment.loss_mask_T].tolist()):
+        problems.append("logprobs are not all finite and at most 0")
+    if sum(span.end - span.start for span in segment.version_spans) != sampled:
+        problems.append("weight_version does not cover every sampled token")
+    if reply["choices"][0]["finish_reason"] not in ("stop", "length", "tool_calls"):
+        problems.append(f"finish_reason is {reply['choices'][0]['finish_reason']!r}")
+    return problems

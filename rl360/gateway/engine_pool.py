@@ -1,0 +1,270 @@
+"""One turn of the policy from a set of engines: choice, failover, interrupted requests, and a strict reading of replies.
+
+In: prompt ids and sampling parameters. Out: `Generation`: the ids, logprobs and weight versions of the whole turn. Left
+to others: the HTTP client (engine_client.py), prompts, sessions.
+
+An engine may abort a request to change its weights. What it had sampled by then was sampled; the pool asks again with
+those ids behind the prompt, and the turn carries a span for each version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl360.errors import EngineError
+from rl360.protocols import Engine
+from rl360.types import Sampling, VersionSpan
+
+# Ends a turn once a fenced block closes: an opening fence with its language, any lines, three backquotes.
+CODE_BLOCK_REGEX = r"```[^\n`]*\n[\s\S]*?```"
+FIRST_PAUSE_S = 0.05  # before asking again an engine that aborted without sampling anything
+LONGEST_PAUSE_S = 1.0
+ABORT_TIMEOUT_S = 5.0
+SEED_BITS = 31  # SGLang's sampling_seed is a positive int32
+FINISH_TYPES = ("stop", "length", "abort")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One checked reply of /generate."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    version_spans: tuple[VersionSpan, ...]
+    finish_type: str
+    engine_says: Mapping[str, Any]  # everything else in it, untouched
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One whole turn."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    version_spans: tuple[VersionSpan, ...]
+    finish_type: str  # stop | length
+    cached_tokens: int
+    engine_url: str
+    interruptions: int
+    engine_says: tuple[Mapping[str, Any], ...]  # of each reply
+
+
+@dataclass(slots=True)
+class _Load:
+    engine: Engine
+    open_requests: int = 0
+    sessions: set[str] = field(default_factory=set)
+
+
+def read_reply(reply: Mapping[str, Any], url: str) -> Reply:
+    """Check one reply for everything that training needs.
+
+    Raises EngineError (cause `engine_reply`) with every problem at once, each naming its field.
+    """
+    problems: list[str] = []
+    meta = reply.get("meta_info")
+    if not isinstance(meta, Mapping):
+        raise EngineError("engine_reply", f"{url}: meta_info is missing from the reply of /generate")
+    finish = meta.get("finish_reason")
+    finish_type = finish.get("type") if isinstance(finish, Mapping) else None
+    output_ids = reply.get("output_ids")
+    rows = meta.get("output_token_logprobs")
+    if finish_type == "abort" and not output_ids:
+        rows, output_ids = [], []  # aborted before its first token: there is nothing to report
+    ids: list[int] = []
+    logprobs: list[float] = []
+    if not isinstance(rows, Sequence):
+        problems.append("meta_info.output_token_logprobs is missing: does the engine honour return_logprob?")
+    else:
+        for index, row in enumerate(rows):
+            if not isinstance(row, Sequence) or len(row) < 2 or not isinstance(row[1], int):
+                problems.append(f"meta_info.output_token_logprobs[{index}] is not [logprob, id, text]: {row!r}")
+                break
+            if not isinstance(row[0], int | float) or not math.isfinite(row[0]):
+                problems.append(f"meta_info.output_token_logprobs[{index}] has no finite logprob: {row[0]!r}")
+                break
+            logprobs.append(float(row[0]))
+            ids.append(row[1])
+    if not isinstance(output_ids, Sequence):
+        problems.append("output_ids is missing")
+    elif not problems and list(output_ids) != ids:
+        problems.append(f"output_ids ({len(output_ids)}) and the ids of output_token_logprobs ({len(ids)}) differ")
+    if finish_type not in FINISH_TYPES:
+        problems.append(f"meta_info.finish_reason.type is {finish_type!r}; expected one of {', '.join(FINISH_TYPES)}")
+    elif not ids and not problems and finish_type != "abort":
+        problems.append("output_ids is empty although the request was not aborted")
+    spans = _version_spans(meta, len(ids), problems)
+    if problems:
+        raise EngineError("engine_reply", f"{url}: " + "; ".join(problems))
+    says = {key: value for key, value in reply.items() if key not in ("output_ids", "text", "meta_info")}
+    says["meta_info"] = {key: value for key, value in meta.items() if key != "output_token_logprobs"}
+    return Reply(ids, logprobs, spans, str(finish_type), says)
+
+
+def sampling_params(sampling: Sampling, max_new_tokens: int, seed: int) -> dict[str, Any]:
+    """The engine's sampling parameters; what the agent asked for plays no part."""
+    params: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "sampling_seed": seed,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
+    if sampling.stop_at_code_block:
+        params["stop_regex"] = CODE_BLOCK_REGEX
+    return params
+
+
+def mix_seed(*parts: int) -> int:
+    """A seed that depends on every part: the attempt's seed, the turn, the part of an interrupted turn."""
+    text = ",".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> (64 - SEED_BITS)
+
+
+class EnginePool:
+    """The serving set. A session stays with its engine (and its prefix cache) unless that one fails.
+
+    Args:
+        engines: all of one model; at least one.
+        timeout_s: of one turn, with every resumption and failover in it.
+    """
+
+    def __init__(self, engines: Sequence[Engine], timeout_s: float) -> None:
+        self._loads = [_Load(engine) for engine in engines]
+        self._timeout_s = timeout_s
+        self._affinity: dict[str, _Load] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def generate(
+        self, session: str, rid: str, prompt_ids: array[int], sampling: Sampling, max_new_tokens: int, seed: int
+    ) -> Generation:
+        """Sample one turn. Raises EngineError; cancellation aborts the request on its engine."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._generate(session, rid, prompt_ids, sampling, max_new_tokens, seed)
+        except TimeoutError as error:
+            where = self._affinity[session].engine.url
+            raise EngineError("engine_timeout", f"{where}: no answer within {self._timeout_s:g} s") from error
+
+    def forget(self, session: str) -> None:
+        """A closed session's engine may take another one."""
+        if load := self._affinity.pop(session, None):
+            load.sessions.discard(session)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._aborts, return_exceptions=True)
+        await asyncio.gather(*(load.engine.close() for load in self._loads), return_exceptions=True)
+
+    async def _generate(
+        self, session: str, rid: str, prompt_ids: array[int], sampling: Sampling, max_new_tokens: int, seed: int
+    ) -> Generation:
+        ids: list[int] = []
+        logprobs: list[float] = []
+        spans: list[VersionSpan] = []
+        says: list[Mapping[str, Any]] = []
+        pause_s = FIRST_PAUSE_S
+        while True:
+            part = len(says)
+            params = sampling_params(sampling, max_new_tokens - len(ids), mix_seed(seed, part) if part else seed)
+            reply, url = await self._ask(session, f"{rid}.{part}", [*prompt_ids, *ids], params)
+            spans += [VersionSpan(s.version, len(ids) + s.start, len(ids) + s.end) for s in reply.version_spans]
+            ids += reply.token_ids
+            logprobs += reply.logprobs
+            says.append(reply.engine_says)
+            finish = reply.finish_type
+            if finish == "abort" and len(ids) >= max_new_tokens:
+                finish = "length"
+            if finish != "abort":
+                cached = says[0]["meta_info"].get("cached_tokens") or 0
+                return Generation(ids, logprobs, tuple(spans), finish, int(cached), url, part, tuple(says))
+            pause_s = FIRST_PAUSE_S if reply.token_ids else min(2 * pause_s, LONGEST_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    async def _ask(self, session: str, rid: str, ids: list[int], params: Mapping[str, Any]) -> tuple[Reply, str]:
+        """One request, on another engine where one fails; the last failure is raised when all have."""
+        failed: list[_Load] = []
+        while True:
+            load = self._choose(session, failed)
+            load.open_requests += 1
+            try:
+                raw = await load.engine.generate(ids, params, rid)
+                reply = read_reply(raw, load.engine.url)
+                _raise_refusal(reply, load.engine.url)
+                return reply, load.engine.url
+            except EngineError as error:
+                failed.append(load)
+                if error.cause == "engine_timeout" or len(failed) == len(self._loads):
+                    raise
+            except asyncio.CancelledError:
+                self._abort_soon(load.engine, rid)
+                raise
+            finally:
+                load.open_requests -= 1
+
+    def _choose(self, session: str, failed: Sequence[_Load]) -> _Load:
+        pinned = self._affinity.get(session)
+        if pinned is not None and pinned not in failed:
+            return pinned
+        free = [load for load in self._loads if load not in failed]
+        load = min(free, key=lambda one: (one.open_requests, len(one.sessions)))
+        self.forget(session)
+        self._affinity[session] = load
+        load.sessions.add(session)
+        return load
+
+    def _abort_soon(self, engine: Engine, rid: str) -> None:
+        task = asyncio.get_running_loop().create_task(_abort(engine, rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+
+async def _abort(engine: Engine, rid: str) -> None:
+    try:
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            await engine.abort(rid)
+    except (EngineError, TimeoutError):
+        pass  # the engine is gone or will finish the request by itself; nobody waits for it any more
+
+
+def _version_spans(meta: Mapping[str, Any], num_tokens: int, problems: list[str]) -> tuple[VersionSpan, ...]:
+    """SGLang from 0.5.20 reports spans; older ones stamp one version on the reply."""
+    stamped = meta.get("weight_versions")
+    rows = (
+        stamped
+        if isinstance(stamped, list) and stamped
+        else [{"version": meta.get("weight_version"), "end": num_tokens}]
+    )
+    spans = []
+    start = 0
+    for row in rows:
+        version = row.get("version") if isinstance(row, Mapping) else None
+        try:
+            end = int(row["end"])
+            spans.append(VersionSpan(int(str(version)), start, end))
+        except (TypeError, KeyError, ValueError):
+            problems.append(
+                f"meta_info.weight_version is {version!r}; expected a number (SGLang: start it with --weight-version 0)"
+            )
+            return ()
+        start = end
+    if start != num_tokens:
+        problems.append(f"meta_info.weight_versions covers {start} of {num_tokens} tokens")
+    return tuple(span for span in spans if span.end > span.start)
+
+
+def _raise_refusal(reply: Reply, url: str) -> None:
+    """SGLang reports a request that it will not run (too long, out of memory) as an abort with a status."""
+    finish = reply.engine_says["meta_info"]["finish_reason"]
+    status = finish.get("status_code")
+    if reply.finish_type == "abort" and status:
+        raise EngineError(f"engine_status_{int(status)}", f"{url}: {finish.get('message')}")

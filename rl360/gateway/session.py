@@ -1,0 +1,406 @@
+"""One session: the calls of one agent, its caps, its retries and its failures.
+
+In: request bodies, concurrently. Out: answers, and at the end a `Session` record. Left to others: HTTP (proxy.py), token
+bookkeeping (tokens.py), engines (engine_pool.py).
+
+A call runs in a task of its own, so that a client that hangs up and asks again finds it. All heavy work (JSON, templates,
+tokenization) happens in the executor; what is left on the event loop is dictionary work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from rl360.errors import EngineError
+from rl360.gateway.engine_pool import EnginePool, Generation, mix_seed
+from rl360.gateway.messages import CanonicalMessage, canonical, normalise
+from rl360.gateway.openai_api import (
+    ChatRequest,
+    ReplyOptions,
+    RequestError,
+    SampledToken,
+    completion,
+    context_length_error,
+    parse_request,
+    with_options,
+)
+from rl360.gateway.parsers import TurnParser
+from rl360.gateway.templates import ChatTemplate, Rendering, TemplateRefused
+from rl360.gateway.tokenizer import TextTokenizer
+from rl360.gateway.tokens import Plan, Sampled, TokenHistory
+from rl360.types import AttemptSpec, Session, Stop, Turn
+
+log = logging.getLogger(__name__)
+
+# Agents answer a truncated turn by asking again, without counting (one made 316 calls); after this many the session ends.
+MAX_TRUNCATED_TURNS = 4
+STATUS_BY_CAUSE = {"engine_refused": 503, "engine_timeout": 504}  # any other engine failure is a 502
+CALL_ID_CHARS = 9  # the length that the strictest templates ask for
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What every session of a proxy shares."""
+
+    tokenizer: TextTokenizer
+    template: ChatTemplate
+    parser: TurnParser
+    pool: EnginePool
+    executor: Executor
+    max_truncated_turns: int = MAX_TRUNCATED_TURNS
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One finished model call: what every retry of it is told."""
+
+    payload: dict[str, Any]
+    num_prompt_ids: int
+    token_ids: list[int]
+    logprobs: list[float]
+    segment: int
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One distinct request, without its (long) messages. `delivered`: some client has read the whole answer."""
+
+    key: bytes
+    task: asyncio.Task[Answer]
+    clients: int = 0
+    delivered: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+    @property
+    def abandoned(self) -> bool:
+        """Nobody has read the answer and nobody waits for it."""
+        return not self.delivered and not self.clients
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """Hold this while a client waits for the answer and reads it."""
+        self.clients += 1
+        try:
+            yield
+        finally:
+            self.clients -= 1
+
+
+class _SessionRenderer:
+    """The shared template with this session's clock: a date in the prompt must not change at midnight."""
+
+    def __init__(self, template: ChatTemplate, now: datetime) -> None:
+        self._template = template
+        self._now = now
+
+    def start(self, *args: Any) -> Rendering:
+        return self._template.start(*args, now=self._now)
+
+    def extend(self, *args: Any) -> Rendering:
+        return self._template.extend(*args, now=self._now)
+
+
+class ProxySession:
+    """State of one open session.
+
+    Args:
+        spec: its sampling overrides the agent's.
+        services: shared by all sessions.
+        clock: monotonic seconds, for engine_wait_s.
+    """
+
+    def __init__(
+        self,
+        spec: AttemptSpec,
+        services: Services,
+        now: datetime | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.spec = spec
+        self._services = services
+        self._clock = clock
+        self._tokens = TokenHistory(_SessionRenderer(services.template, now or datetime.now()))
+        self._planning = asyncio.Lock()
+        self._calls: dict[bytes, Call] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._turns: list[tuple[Turn, Call]] = []
+        self._retries = 0
+        self._stop: Stop | None = None
+        self._failure: tuple[int, str] | None = None  # (clock tick, cause) of the last call that failed
+        self._tick = 0
+        self._closed = False
+        self._waiting = 0
+        self._waiting_since = 0.0
+        self._waited_s = 0.0
+
+    async def read(self, body: bytes) -> tuple[ChatRequest, ReplyOptions]:
+        """Parse a request off the event loop. Raises RequestError."""
+        return await self._offload(parse_request, body)
+
+    def call(self, request: ChatRequest) -> Call:
+        """The call that answers a request: a running or finished one for a retry, else a new one.
+
+        Raises RequestError when the session is over or at a cap.
+        """
+        if self._closed:
+            raise RequestError(404, f"session {self.spec.try_id} is closed", code="session_not_found")
+        known = self._calls.get(request.key)
+        if known is not None and not known.failed:
+            self._retries += 1
+            return known
+        given_up = self._give_up_abandoned()
+        self._check_caps()
+        number = self._numbers.setdefault(request.key, len(self._numbers))
+        task = asyncio.get_running_loop().create_task(self._run(request, number, given_up))
+        task.add_done_callback(_retrieve)
+        call = Call(request.key, task)
+        self._calls[request.key] = call
+        return call
+
+    async def answer(self, call: Call, options: ReplyOptions) -> dict[str, Any]:
+        """Wait for a call. Raises RequestError; being cancelled (a client that hangs up) leaves the call running."""
+        try:
+            answer = await asyncio.shield(call.task)
+            if not (options.logprobs or options.token_ids):
+                return answer.payload
+            return await self._offload(self._with_options, answer, options)
+        except asyncio.CancelledError:
+            if call.task.cancelled():  # the session was closed under a waiting client
+                raise RequestError(404, "the session was closed", code="session_not_found") from None
+            raise
+
+    async def close(self) -> Session:
+        """End every call and hand over the record. No call is accepted afterwards."""
+        self._closed = True
+        open_tasks = [call.task for call in self._calls.values() if not call.task.done()]
+        for task in open_tasks:
+            task.cancel()
+        await asyncio.gather(*open_tasks, return_exceptions=True)
+        self._services.pool.forget(self.spec.try_id)
+        self._drop_undelivered()
+        return await self._offload(self._record)
+
+    # -- one call ----------------------------------------------------------------------------------------------------
+
+    async def _run(self, request: ChatRequest, number: int, given_up: Sequence[asyncio.Task[Answer]]) -> Answer:
+        self._tick += 1
+        started = self._tick
+        self._begin_wait()
+        began = self._clock()
+        try:
+            await asyncio.gather(*given_up, return_exceptions=True)  # they hold the segment until they are gone
+            answer, turn, plan = await self._turn(request, number, began)
+        except EngineError as error:
+            self._fail(error.cause)
+            log.warning("%s turn %d: %s", self.spec.try_id, number, error)
+            status = STATUS_BY_CAUSE.get(error.cause, 502)
+            raise RequestError(status, str(error), code=error.cause) from error
+        except TemplateRefused as error:
+            raise RequestError(400, str(error), code="template_refused", param="messages") from error
+        except (RequestError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # a bug of ours must not look like the policy's failure, nor take the proxy down
+            self._fail("proxy_error")
+            log.exception("%s turn %d: the proxy failed", self.spec.try_id, number)
+            raise RequestError(500, f"proxy_error: {error!r}", code="proxy_error") from error
+        finally:
+            self._end_wait()
+        if self._failure is not None and self._failure[0] < started:
+            self._failure = None  # it recovered: this call began after the failure and was answered
+        self._turns.append((turn, self._calls[request.key]))
+        if plan.fork_reason:
+            log.info("%s turn %d: segment %d began: %s", self.spec.try_id, number, turn.segment, plan.fork_reason)
+        return answer
+
+    async def _turn(self, request: ChatRequest, number: int, began: float) -> tuple[Answer, Turn, Plan]:
+        sampling = self.spec.sampling
+        async with self._planning:
+            self._drop_undelivered()
+            plan = self._tokens.reserve(await self._offload(self._tokens.plan, request))
+        committed = False
+        try:
+            room = sampling.max_context_tokens - len(plan.prompt_ids)
+            if room <= 0:
+                self._stop = Stop.LENGTH
+                raise context_length_error(
+                    f"{len(plan.prompt_ids)} tokens in the messages, {sampling.max_context_tokens} in all"
+                )
+            generation = await self._services.pool.generate(
+                self.spec.try_id,
+                f"{self.spec.try_id}.{number}",
+                plan.prompt_ids,
+                sampling,
+                min(sampling.max_new_tokens, room),
+                mix_seed(self.spec.seed, number),
+            )
+            message, known = await self._offload(self._message, request, plan, generation, number)
+            sampled = Sampled(generation.token_ids, generation.logprobs, generation.version_spans)
+            async with self._planning:
+                segment = self._tokens.commit(plan, sampled, known)
+                committed = True
+        finally:
+            if not committed:
+                self._tokens.release(plan)
+        finish = (
+            "tool_calls" if message.get("tool_calls") and generation.finish_type == "stop" else generation.finish_type
+        )
+        payload = self._payload(request, plan, generation, message, finish, number, segment)
+        turn = Turn(
+            request_messages=tuple(request.messages[plan.first_new_message :]),
+            response_message=message,
+            finish_reason=finish,
+            prompt_tokens=len(plan.prompt_ids),
+            completion_tokens=len(generation.token_ids),
+            engine_wait_s=self._clock() - began,
+            segment=segment,
+        )
+        answer = Answer(payload, len(plan.prompt_ids), generation.token_ids, generation.logprobs, segment)
+        return answer, turn, plan
+
+    def _message(
+        self, request: ChatRequest, plan: Plan, generation: Generation, number: int
+    ) -> tuple[dict[str, Any], CanonicalMessage]:
+        """The assistant message of a turn, and its comparable form (runs in the executor)."""
+        text = self._services.tokenizer.decode_turn(generation.token_ids)
+        parsed = self._services.parser.parse(text, plan.generation_prompt, request.parse_tools)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["content"] = parsed.content or None
+            message["tool_calls"] = [
+                {
+                    "id": _call_id(self.spec.seed, number, index),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for index, call in enumerate(parsed.calls)
+            ]
+        return message, canonical(normalise(message, "response"))
+
+    def _payload(
+        self,
+        request: ChatRequest,
+        plan: Plan,
+        generation: Generation,
+        message: dict[str, Any],
+        finish: str,
+        number: int,
+        segment: int,
+    ) -> dict[str, Any]:
+        return completion(
+            completion_id=f"chatcmpl-{self.spec.try_id}-{number}",
+            model=request.model,
+            message=message,
+            finish_reason=finish,
+            prompt_tokens=len(plan.prompt_ids),
+            completion_tokens=len(generation.token_ids),
+            cached_tokens=generation.cached_tokens,
+            extra={
+                "turn": number,
+                "segment": segment,
+                "fork_reason": plan.fork_reason,
+                "versions": [span.version for span in generation.version_spans],
+                "interruptions": generation.interruptions,
+                "engine": list(generation.engine_says),
+            },
+        )
+
+    def _with_options(self, answer: Answer, options: ReplyOptions) -> dict[str, Any]:
+        decode = self._services.tokenizer.decode
+        tokens = []
+        if options.logprobs:
+            tokens = [SampledToken(decode([i]), p) for i, p in zip(answer.token_ids, answer.logprobs, strict=True)]
+        prompt_ids = self._tokens.prefix(answer.segment, answer.num_prompt_ids) if options.token_ids else []
+        return with_options(answer.payload, options, tokens, prompt_ids, answer.token_ids)
+
+    # -- caps, failures, waiting -------------------------------------------------------------------------------------
+
+    def _check_caps(self) -> None:
+        sampling = self.spec.sampling
+        if self._stop is None:
+            num_open = sum(not call.task.done() for call in self._calls.values())
+            num_turns = sum(not call.abandoned for _, call in self._turns)
+            if self._num_truncated() >= self._services.max_truncated_turns:
+                self._stop = Stop.LENGTH
+            elif num_turns + num_open >= sampling.max_turns:
+                self._stop = Stop.TURNS
+        if self._stop is Stop.TURNS:
+            raise context_length_error(f"the session's {sampling.max_turns} turns are used up")
+        if self._stop is Stop.LENGTH:
+            raise context_length_error("the session reached its token cap")
+
+    def _fail(self, cause: str) -> None:
+        self._tick += 1
+        self._failure = (self._tick, cause)
+
+    def _begin_wait(self) -> None:
+        """engine_wait_s is the time in which at least one call was open, not the sum over calls."""
+        if not self._waiting:
+            self._waiting_since = self._clock()
+        self._waiting += 1
+
+    def _end_wait(self) -> None:
+        self._waiting -= 1
+        if not self._waiting:
+            self._waited_s += self._clock() - self._waiting_since
+
+    # -- answers that nobody read ------------------------------------------------------------------------------------
+
+    def _give_up_abandoned(self) -> list[asyncio.Task[Answer]]:
+        """A client hung up and now asks something else: what it never read is not part of its history."""
+        given_up = []
+        for call in [call for call in self._calls.values() if call.abandoned]:
+            if not call.task.done():
+                call.task.cancel()
+                given_up.append(call.task)
+            del self._calls[call.key]
+        return given_up
+
+    def _drop_undelivered(self) -> None:
+        kept: list[tuple[Turn, Call]] = []
+        for turn, call in reversed(self._turns):
+            built_upon = any(later.segment == turn.segment for later, _ in kept)
+            if not (call.abandoned and not built_upon and self._tokens.drop_last_turn(turn.segment)):
+                kept.append((turn, call))
+        self._turns = kept[::-1]
+
+    def _num_truncated(self) -> int:
+        return sum(turn.finish_reason == "length" for turn, call in self._turns if not call.abandoned)
+
+    def _record(self) -> Session:
+        segments, place = self._tokens.segments()
+        turns = tuple(replace(turn, segment=place[turn.segment]) for turn, _ in self._turns)
+        stop = self._stop
+        if stop is None and turns and turns[-1].finish_reason == "length":
+            stop = Stop.LENGTH
+        cause = None
+        if self._failure is not None:
+            stop, cause = Stop.INFRASTRUCTURE, self._failure[1]
+        return Session(segments, turns, stop, cause, self._waited_s, self._num_truncated(), self._retries)
+
+    async def _offload(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._services.executor, function, *args)
+
+
+def _retrieve(task: asyncio.Task[Answer]) -> None:
+    """A failure that no client waits for any more was already recorded and logged."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _call_id(seed: int, turn: int, index: int) -> str:
+    """Deterministic, unique in the session, letters and digits only."""
+    return "c" + hashlib.blake2b(f"{seed},{turn},{index}".encode(), digest_size=8).hexdigest()[: CALL_ID_CHARS - 1]

@@ -45,8 +45,13 @@ class Components:
 
 
 @contextmanager
-def build(config: RootConfig, run_dir: Path, run_id: str, events: RolloutEvents) -> Iterator[Components]:
-    """Build and start every component; close them all on the way out, also when a later one fails to start."""
+def build(
+    config: RootConfig, run_dir: Path, run_id: str, events: RolloutEvents, restore_from: Path | None = None
+) -> Iterator[Components]:
+    """Build and start every component; close them all on the way out, also when a later one fails to start.
+
+    `restore_from` is the trainer's folder of a checkpoint: its weights are in place before any engine reads them.
+    """
     with ExitStack() as stack:
         algorithm = _make(config, config.algorithm)
         trainer = _make(
@@ -59,6 +64,8 @@ def build(config: RootConfig, run_dir: Path, run_id: str, events: RolloutEvents)
         )
         stack.callback(trainer.close)
         trainer.start()
+        if restore_from is not None:
+            trainer.restore(restore_from)
         engine_urls, sync = _engines(config, run_dir, trainer, stack)
         gateway = _gateway(config, run_dir, engine_urls)
         rollout = _rollout(config, run_dir, run_id, gateway, events)

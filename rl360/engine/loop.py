@@ -10,17 +10,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rl360.engine.evaluation import Evaluator
 from rl360.engine.metrics import outcome_metrics, rollout_metrics
-from rl360.engine.record import RunRecord
+from rl360.engine.record import RunRecord, outcome_of
 from rl360.engine.state import CheckpointStore, RunState
 from rl360.errors import Interrupted, RL360Error, TooManyFailures
 from rl360.protocols import Algorithm, Rollout, Trainer, Watchdog, WeightSync
 from rl360.rollout.specs import group_spec
 from rl360.tasks.cursor import TaskCursor
-from rl360.types import Group, GroupSpec, Outcome, OutcomeKind, Purpose, Sampling, Update
+from rl360.types import Group, Outcome, OutcomeKind, Purpose, Sampling, Update
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +57,11 @@ class TrainingLoop:
     watchdog: Watchdog
     stop_requested: Callable[[], bool]
     submitted: int = 0  # iterations whose groups have been submitted
-    pending: dict[int, list[GroupSpec]] | None = None  # per iteration, groups not yet taken
     checkpointed_at: int | None = None
 
     def run(self) -> None:
         """Train until `iterations`. Raises Interrupted when asked to stop, after leaving a run that can be resumed."""
         self.submitted = self.state.iteration
-        self.pending = {}
         try:
             if self.state.iteration == 0 and self.settings.evaluate_at_start:
                 self.evaluate()
@@ -89,7 +86,7 @@ class TrainingLoop:
         with self.watchdog.stage("publish"):
             publish_s = self.publish(update)
 
-        self.record.outcomes(iteration, groups, outcomes)
+        self.record.outcomes(groups, outcomes)
         metrics = {
             **rollout_metrics(groups, kept, self.state.version),
             **outcome_metrics(outcomes),
@@ -156,14 +153,14 @@ class TrainingLoop:
                 kept.append(group)
             for attempt in group.attempts:
                 if not attempt.valid:
-                    kind, reason = OutcomeKind.MASKED, attempt.cause or "no_score"
+                    outcome = outcome_of(attempt.spec, OutcomeKind.MASKED, attempt.cause or "no_score")
                 elif stale:
-                    kind, reason = OutcomeKind.STALE, f"version {oldest} at {self.state.version}"
+                    outcome = outcome_of(attempt.spec, OutcomeKind.STALE, f"version {oldest} at {self.state.version}")
                 elif not decision.keep:
-                    kind, reason = OutcomeKind.FILTERED, decision.rule
+                    outcome = outcome_of(attempt.spec, OutcomeKind.FILTERED, decision.rule)
                 else:
-                    kind, reason = OutcomeKind.TRAINED, None
-                outcomes.append(outcome_of(attempt.spec, kind, reason))
+                    outcome = outcome_of(attempt.spec, OutcomeKind.TRAINED, None)
+                outcomes.append(outcome)
         return outcomes, kept
 
     def check_failures(self, iteration: int, outcomes: Sequence[Outcome]) -> None:
@@ -234,10 +231,6 @@ class TrainingLoop:
 
     def due(self, every: int) -> bool:
         return every > 0 and self.state.iteration % every == 0
-
-
-def outcome_of(spec: Any, kind: OutcomeKind, reason: str | None) -> Outcome:
-    return Outcome(spec.try_id, spec.attempt_id, spec.group_id, spec.iteration, spec.purpose, kind, reason)
 
 
 def throughput(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:

@@ -244,13 +244,15 @@ class QueueRollout:
     async def _run_attempt(self, group: _OpenGroup, spec: AttemptSpec) -> None:
         """Run tries of one attempt until one is final, then hand it to its group."""
         queued_at = time.monotonic()
+        tries = 0  # of this process: a resume's tries do not use up the budget
         while True:
+            tries += 1
             assert self._slots is not None
             async with self._slots:
                 attempt, verdict = await self._run_try(spec, queued_at)
             if verdict.action is Action.ABORT:
                 raise InfrastructureError(verdict.cause or "abort", f"{spec.try_id}: {_trial_error(attempt.trial)}")
-            retry = verdict.action is Action.REQUEUE and spec.try_number + 1 < self._max_tries
+            retry = verdict.action is Action.REQUEUE and tries < self._max_tries
             if not retry:
                 break
             log.warning("requeue %s: %s (%s)", spec.try_id, verdict.cause, _trial_error(attempt.trial))

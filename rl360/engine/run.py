@@ -1,0 +1,229 @@
+"""One run from its resolved config to its summary: what `rl360 run` and a launched driver both call.
+
+In: a checked `RootConfig` whose run folder holds resolved.yaml. Out: the summary, which is also summary.json. The order
+here is the run's: take the folder, build, restore if there is something to restore, loop, say how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rl360.config.schemas import RootConfig
+from rl360.engine.build import Components, build, build_tasks, training_sampling
+from rl360.engine.evaluation import Evaluator
+from rl360.engine.loop import LoopSettings, TrainingLoop
+from rl360.engine.record import RunRecord
+from rl360.engine.state import Checkpoint, CheckpointStore, RunState, only_writer
+from rl360.engine.summary import summarize, write_summary
+from rl360.engine.watchdog import Watchdog
+from rl360.errors import CheckpointError, Interrupted
+from rl360.loggers.console import ConsoleLogger
+from rl360.rollout.queue import RolloutEvents
+from rl360.tasks.cursor import TaskCursor
+from rl360.types import Sampling
+
+log = logging.getLogger(__name__)
+
+
+def run_experiment(config: RootConfig, resolved: DictConfig) -> dict[str, Any]:
+    """Run, or continue, the experiment in `config.output_dir`. Returns the summary.
+
+    Raises `Interrupted` after SIGTERM or Ctrl-C with the run left resumable, and whatever ended a failed run;
+    summary.json is written in every case.
+    """
+    assert config.output_dir is not None, "the command line names the run folder before it starts"
+    run_dir = Path(config.output_dir)
+    began = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(only_writer(run_dir))
+        stack.enter_context(_log_file(run_dir))
+        record = RunRecord(run_dir)
+        stack.callback(record.close)
+        reason = "failed"
+        try:
+            _train(config, resolved, run_dir, record)
+            reason = "finished"
+        except Interrupted:
+            reason = "interrupted"
+            raise
+        except BaseException:
+            log.exception("the run failed")
+            raise
+        finally:
+            record.close()
+            summary = summarize(
+                run_dir,
+                exit_reason=reason,
+                iterations=record.iterations_done,
+                seed=config.seed,
+                wall_s=_earlier_wall_s(run_dir) + time.monotonic() - began,
+                attempts=record.counts(),
+                masked_by_cause=record.masked_by_cause(),
+            )
+            write_summary(run_dir, summary)
+            for logger in record.loggers:
+                logger.finish(summary)
+        return summary
+
+
+def _train(config: RootConfig, resolved: DictConfig, run_dir: Path, record: RunRecord) -> None:
+    training_tasks, evaluation_tasks = build_tasks(config)
+    cursor = TaskCursor(training_tasks, config.seed)
+    store = CheckpointStore(run_dir, config.checkpoint.keep_last, config.checkpoint.keep_best)
+    checkpoint = store.latest()
+    state = _starting_state(checkpoint, cursor)
+    finished_before = record.resume_at(state.iteration)
+    if checkpoint is not None or finished_before:
+        log.info("resuming at iteration %d with %d finished attempts", state.iteration, len(finished_before))
+
+    with ExitStack() as stack:
+        stop = stack.enter_context(_stop_signals())
+        rollout_line = _LateLine()
+        watchdog = stack.enter_context(
+            Watchdog(config.cluster.no_progress_s, rollout_line, log_dir=run_dir / "logs", kill_children=_kill_children)
+        )
+        events = RolloutEvents(record.started, record.requeued, record.finished, watchdog.progress)
+        with watchdog.stage("start"):
+            parts = stack.enter_context(
+                build(config, run_dir, run_dir.name, events, checkpoint.trainer_folder if checkpoint else None)
+            )
+        rollout_line.describe = parts.rollout.waiting_for
+        parts.rollout.restore({"finished": finished_before})
+        _start_loggers(record, parts, run_dir, resolved)
+        loop = TrainingLoop(
+            settings=_settings(config),
+            state=state,
+            cursor=cursor,
+            rollout=parts.rollout,
+            algorithm=parts.algorithm,
+            trainer=parts.trainer,
+            sync=parts.sync,
+            evaluator=_evaluator(config, evaluation_tasks),
+            record=record,
+            checkpoints=store,
+            watchdog=watchdog,
+            stop_requested=stop.is_set,
+        )
+        loop.run()
+        if config.checkpoint.hf:
+            parts.trainer.publish(run_dir / "checkpoints" / "hf")
+
+
+def _earlier_wall_s(run_dir: Path) -> float:
+    """Seconds that earlier processes of this run spent, by the summary that the last of them left."""
+    try:
+        return float(json.loads((run_dir / "summary.json").read_text())["wall_s"])
+    except (OSError, ValueError, KeyError):
+        return 0.0
+
+
+def _starting_state(checkpoint: Checkpoint | None, cursor: TaskCursor) -> RunState:
+    """The saved state, or a new one. Refuses a data set that is not the one the saved position counts in."""
+    if checkpoint is None:
+        return RunState(task_fingerprint=cursor.fingerprint)
+    state = checkpoint.state
+    if state.task_fingerprint not in (None, cursor.fingerprint):
+        raise CheckpointError(
+            f"{checkpoint.folder}: saved with other training tasks; expected the same ids and contents"
+        )
+    cursor.position = state.task_position
+    return state
+
+
+def _settings(config: RootConfig) -> LoopSettings:
+    return LoopSettings(
+        seed=config.seed,
+        iterations=config.iterations,
+        group_size=config.group_size,
+        tasks_per_iteration=config.tasks_per_iteration,
+        sampling=training_sampling(config),
+        max_staleness=config.rollout.max_staleness,
+        max_masked_share=config.rollout.max_masked_share,
+        evaluate_every=config.evaluation.every,
+        evaluate_at_start=config.evaluation.at_start,
+        checkpoint_every=config.checkpoint.every,
+    )
+
+
+def _evaluator(config: RootConfig, tasks: list[Any]) -> Evaluator | None:
+    if not tasks:
+        return None
+    sampling: Sampling = replace(training_sampling(config), temperature=config.evaluation.temperature)
+    return Evaluator(tasks=tasks, k=config.evaluation.k, sampling=sampling, seed=config.seed)
+
+
+def _start_loggers(record: RunRecord, parts: Components, run_dir: Path, resolved: DictConfig) -> None:
+    flat: Mapping[str, Any] = OmegaConf.to_container(resolved)  # type: ignore[assignment]
+    record.loggers = [*parts.loggers.values(), ConsoleLogger()]
+    for logger in record.loggers:
+        logger.start(run_dir, flat)
+
+
+class _LateLine:
+    """The watchdog starts before the rollout that it asks whom it waits for."""
+
+    def __init__(self) -> None:
+        self.describe: Any = lambda: "components to start"
+
+    def __call__(self) -> str:
+        return str(self.describe())
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """SIGTERM and Ctrl-C ask the loop to stop between two steps; a second Ctrl-C interrupts at once."""
+    asked = threading.Event()
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        if asked.is_set() and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.set()
+        print(f"{signal.Signals(signum).name}: finishing the write in hand; again to stop at once", file=sys.stderr)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _log_file(run_dir: Path) -> Iterator[None]:
+    """Everything that is logged goes to logs/driver.log; warnings go to the terminal too."""
+    folder = run_dir / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    root = logging.getLogger()
+    handler = logging.FileHandler(folder / "driver.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+        handler.close()
+
+
+def _kill_children() -> None:
+    """For the watchdog: every process that descends from this one."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()

@@ -1,7 +1,7 @@
 """The second check after composing: every key, type, target and combination, all problems at once.
 
-In: what Hydra composed (or a saved resolved.yaml). Out: `Loaded`: the typed config, or None, and the problems. Files and
-the machine are looked at by rl360.config.files; `examine` does both and is what `rl360 check` and `rl360 run` call.
+In: what Hydra composed (or a saved resolved.yaml). Out: `Loaded`: the typed config, or None, and the problems. Files
+and the machine are looked at by rl360.config.files; `examine` does both and is what `rl360 check` and `rl360 run` call.
 torch, Harbor and transformers are never imported here.
 """
 
@@ -141,6 +141,4 @@ def _target_problems(config: RootConfig) -> Iterator[str]:
         found = yield from _checked_target(f"{group}.import_path", section.import_path, prefixes)
         if found is not None:
             # Harbor passes its own arguments besides; only names that nothing takes are wrong.
-            yield from (
-                f"{group}.kwargs.{p}" for p in argument_problems(found, section.kwargs, found.required)
-            )
+            yield from (f"{group}.kwargs.{p}" for p in argument_problems(found, section.kwargs, found.required))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
@@ -216,7 +217,7 @@ def _engine(config: RootConfig) -> Iterator[str]:
 
 
 def _deadlines(config: RootConfig) -> Iterator[str]:
-    for (inner, inner_key), (outer, outer_key) in zip(DEADLINES, DEADLINES[1:], strict=False):
+    for (inner, inner_key), (outer, outer_key) in pairwise(DEADLINES):
         inner_s, outer_s = float(str(_select(config, inner_key))), float(str(_select(config, outer_key)))
         if inner_s >= outer_s:
             yield (

@@ -168,10 +168,13 @@ def _compose(loader: ConfigLoader, request: Request, overrides: Sequence[str]) -
             problems.append(problem)
         else:
             usable.append(_lenient(loader, request, override, text))
-    config = _load(loader, request, usable, RunMode.RUN)
-    if isinstance(config, str):
-        config, culprits = _without_culprits(loader, request, usable, config)
+    loaded = _load(loader, request, usable, RunMode.RUN)
+    config: DictConfig | None
+    if isinstance(loaded, str):
+        config, culprits = _without_culprits(loader, request, usable, loaded)
         problems.extend(culprits)
+    else:
+        config = loaded
     if config is None:
         return Composed({}, {}, tuple(problems), tuple(overrides))
     choices = {str(k): str(v) for k, v in config.hydra.runtime.choices.items()}
@@ -211,10 +214,8 @@ def _options(loader: ConfigLoader, request: Request, group: str) -> list[str]:
 def _lenient(loader: ConfigLoader, request: Request, override: Override, text: str) -> str:
     """A value override that also composes when its key is unknown: the schema walk names the key later."""
     name = override.key_or_group
-    if override.type in (OverrideType.CHANGE, OverrideType.ADD) and not _options(loader, request, name):
-        if not name.startswith("hydra."):
-            return "++" + text.lstrip("+")
-    return text
+    sets_value = override.type in (OverrideType.CHANGE, OverrideType.ADD) and not name.startswith("hydra.")
+    return "++" + text.lstrip("+") if sets_value and not _options(loader, request, name) else text
 
 
 def _load(loader: ConfigLoader, request: Request, overrides: Sequence[str], mode: RunMode) -> DictConfig | str:
@@ -251,7 +252,8 @@ def _resolved(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
 
     def walk(node: Any, path: str) -> Any:
         if OmegaConf.is_dict(node):
-            return {str(k): kept for k in node if (kept := child(node, k, f"{path}.{k}" if path else str(k))) is not _DROP}
+            entries = {str(k): child(node, k, f"{path}.{k}" if path else str(k)) for k in node}
+            return {k: entry for k, entry in entries.items() if entry is not _DROP}
         if OmegaConf.is_list(node):
             kept_items = (child(node, i, f"{path}[{i}]") for i in range(len(node)))
             return [item for item in kept_items if item is not _DROP]

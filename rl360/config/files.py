@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rl360.config.forecast import GIB, Forecast, ModelShape, forecast
 from rl360.config.schemas import RootConfig, TasksConfig
-from rl360.diagnostics.machine import Memory, free_disk_bytes, memory, sandbox_ability, write_problem
+from rl360.diagnostics.machine import Memory, free_disk_bytes, memory, write_problem
 from rl360.errors import TaskError
 from rl360.types import Task
 
@@ -42,9 +42,7 @@ def model_folder(config: RootConfig) -> Path:
     return Path(config.model.path) if config.model.path else Path(config.paths.models) / config.model.name
 
 
-def look(
-    config: RootConfig, run_dir: Path | None = None, resuming: bool = False, unset: Collection[str] = ()
-) -> Found:
+def look(config: RootConfig, run_dir: Path | None = None, resuming: bool = False, unset: Collection[str] = ()) -> Found:
     """Run every check of files and of the machine.
 
     run_dir: the run's folder, when it is known already. unset: keys without a value, reported elsewhere.
@@ -97,10 +95,8 @@ def _tasks(config: RootConfig, found: Found) -> None:
             f"tasks_per_iteration: {config.tasks_per_iteration}, but tasks has {len(found.training)}; a batch of "
             f"different tasks cannot be formed; expected at most {len(found.training)}"
         )
-    both = sorted({t.content_hash: t.task_id for t in found.training}.keys() & {t.content_hash for t in found.evaluation})
-    ids = sorted({t.task_id for t in found.training} & {t.task_id for t in found.evaluation})
-    names = ids or sorted(t.task_id for t in found.training if t.content_hash in both)
-    if names:
+    held_out = {key for task in found.evaluation for key in (task.task_id, task.content_hash)}
+    if names := [task.task_id for task in found.training if {task.task_id, task.content_hash} & held_out]:
         found.problems.append(
             f"evaluation.tasks: also trained on: {_some(names)}; expected other tasks, see include and exclude"
         )
@@ -147,14 +143,11 @@ def _output(config: RootConfig, found: Found, run_dir: Path | None, resuming: bo
 def _sandbox(config: RootConfig, found: Found) -> None:
     if not config.sandbox.import_path.startswith(LOCAL_SANDBOX):
         return
-    ability = sandbox_ability()
-    if ability.problem:
-        found.problems.append(f"sandbox: {ability.problem}; rl360 doctor says more")
-        return
-    if not ability.cgroup_limits and (config.sandbox.memory_mib or config.sandbox.cpus or config.sandbox.pids):
-        found.warnings.append(f"sandbox: no control group can be made (cgroups {ability.cgroups}); limits are weaker")
-    if config.sandbox.unprivileged and not ability.user_namespaces:
-        found.problems.append("sandbox.unprivileged: this machine allows no user namespaces; rl360 doctor says more")
+    from rl360.sandboxes.abilities import probe
+
+    report = probe(config.sandbox.unprivileged)
+    found.problems.extend(report.problems)
+    found.warnings.extend(report.warnings)
     base = config.sandbox.base
     if base not in ("auto", "host", "debootstrap") and not Path(base).is_dir():
         found.problems.append(f"sandbox.base: no folder {base}; expected auto, host, debootstrap or a folder")
@@ -183,8 +176,8 @@ def _room(config: RootConfig, found: Found) -> None:
     need = found.forecast.memory_bytes
     if need > found.memory.total:
         found.problems.append(
-            f"memory: {gib(need)} needed ({_largest(found.forecast.memory)}), the machine has {gib(found.memory.total)}; "
-            "try a smaller model, trainer.max_tokens_per_gpu or rollout.kv_cache_gib"
+            f"memory: {gib(need)} needed ({_largest(found.forecast.memory)}), the machine has "
+            f"{gib(found.memory.total)}; try a smaller model, trainer.max_tokens_per_gpu or rollout.kv_cache_gib"
         )
     elif need > found.memory.available:
         found.warnings.append(f"memory: {gib(need)} needed, {gib(found.memory.available)} free at the moment")

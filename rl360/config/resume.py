@@ -1,7 +1,7 @@
 """Continuing a run: its saved resolved.yaml wins, and only some keys may be given anew.
 
-In: the command line with `resume=<run folder>`. Out: the saved values with the permitted changes, and problems that name
-every key that may not change. Restoring weights and state is the engine's.
+In: the command line with `resume=<run folder>`. Out: the saved values with the permitted changes, and problems that
+name every key that may not change. Restoring weights and state is the engine's.
 """
 
 from __future__ import annotations
@@ -106,10 +106,11 @@ def _nothing_left(folder: Path, iterations: Any) -> list[str]:
     except (OSError, ValueError):
         return []
     done = summary.get("iterations")
-    if summary.get("exit_reason") == "finished" and isinstance(done, int) and isinstance(iterations, int):
-        if done >= iterations:
-            return [f"iterations: {iterations}, and the run has done {done}; give more, such as iterations={done * 2}"]
-    return []
+    if summary.get("exit_reason") != "finished" or not isinstance(done, int) or not isinstance(iterations, int):
+        return []
+    if done < iterations:
+        return []
+    return [f"iterations: {iterations}, and the run has done {done}; give more, such as iterations={done * 2}"]
 
 
 def _permitted(key: str) -> bool:

@@ -204,5 +204,5 @@ class ComposedConfig(RootConfig):
     Their keys are checked against the constructor's signature, so that a reward of your own needs no schema.
     """
 
-    reward: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
-    logger: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
+    reward: dict[str, Any] = field(default_factory=dict)
+    logger: dict[str, Any] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from pathlib import Path
 from rl360.config.forecast import GIB
 from rl360.config.locate import bundled_tasks, conf_folder
 from rl360.config.resolvers import absolute, models_folder
-from rl360.diagnostics.machine import SandboxAbility, free_disk_bytes, gpus, memory, sandbox_ability, usable_cores
+from rl360.diagnostics.machine import free_disk_bytes, gpus, memory, usable_cores
 from rl360.errors import ConfigError
 
 PYTHON_OLDEST, PYTHON_TOO_NEW = (3, 12), (3, 14)
@@ -38,7 +38,7 @@ class Finding:
 
 def examine_machine(show: Callable[[str], None]) -> int:
     """Print every finding, then what is wrong. Returns 1 when a needed thing is missing."""
-    findings = [*_python(), *_installation(), *_packages(), *_hardware(), *_sandbox(sandbox_ability()), *_room()]
+    findings = [*_python(), *_installation(), *_packages(), *_hardware(), *_sandbox(), *_room()]
     width = max(len(f.label) for f in findings)
     for finding in findings:
         mark = " " if finding.advice is None else ("x" if finding.needed else "!")
@@ -119,26 +119,12 @@ def _cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def _sandbox(ability: SandboxAbility) -> list[Finding]:
-    limits = f"{ability.cgroups}, limits {'can be set' if ability.cgroup_limits else 'cannot be set by this user'}"
+def _sandbox() -> list[Finding]:
+    from rl360.sandboxes.abilities import probe
+
     return [
-        Finding("sandbox", ability.bwrap or "no bubblewrap", ability.problem, needed=True),
-        Finding(
-            "user namespaces",
-            "yes" if ability.user_namespaces else "no",
-            None if ability.user_namespaces else "sandboxes of a user other than root need them: "
-            "sysctl -w kernel.unprivileged_userns_clone=1",
-        ),
-        Finding(
-            "overlay",
-            "yes" if ability.overlay else "no",
-            None if ability.overlay else "the kernel lists no overlay file system: modprobe overlay",
-        ),
-        Finding(
-            "cgroups",
-            limits,
-            None if ability.cgroup_limits else "memory and process limits fall back to weaker ones",
-        ),
+        Finding(f"sandbox: {a.name}", a.detail, None if a.ok else a.remedy, needed=a.required)
+        for a in probe().abilities
     ]
 
 
@@ -148,8 +134,9 @@ def _room() -> list[Finding]:
         Finding(
             "memory",
             f"{room.available / GIB:.1f} of {room.total / GIB:.1f} GiB free",
-            None if room.available >= MEMORY_COMFORTABLE_GIB * GIB else f"the quickstart may take "
-            f"{MEMORY_COMFORTABLE_GIB} GiB",
+            None
+            if room.available >= MEMORY_COMFORTABLE_GIB * GIB
+            else f"the quickstart may take {MEMORY_COMFORTABLE_GIB} GiB",
         )
     ]
     for label, folder in (("outputs", absolute("outputs")), ("models", models_folder())):

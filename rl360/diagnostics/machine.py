@@ -1,6 +1,7 @@
-"""What this machine has, read without changing it: memory, disk, cores, GPUs, and whether it can make sandboxes.
+"""What this machine has, read without changing it: memory, disk, cores, GPUs.
 
-In: nothing, or a folder. Out: small records and plain numbers. Judging them is left to `check` and to `doctor`.
+In: nothing, or a folder. Out: small records and plain numbers. Judging them is left to `check` and to `doctor`, sandboxes
+to rl360.sandboxes.abilities.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-_PROBE_TIMEOUT_S = 5.0  # a bubblewrap that works starts in 20 ms, nvidia-smi answers in a second
+_PROBE_TIMEOUT_S = 5.0  # nvidia-smi answers in a second
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number close to 2**63
 
 
@@ -31,18 +32,6 @@ class Gpu:
     name: str
     memory_mib: int
     driver: str
-
-
-@dataclass(frozen=True, slots=True)
-class SandboxAbility:
-    """What bubblewrap can do here. `problem` is None when sandboxes can start at all."""
-
-    bwrap: str | None
-    problem: str | None
-    user_namespaces: bool
-    overlay: bool
-    cgroups: str  # v2 | v1 | none
-    cgroup_limits: bool  # whether limits can be set by this user
 
 
 def memory() -> Memory:
@@ -103,58 +92,3 @@ def gpus() -> list[Gpu]:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
     return [Gpu(row[0], int(float(row[1])), row[2]) for row in rows if len(row) == 3 and row[1].isdigit()]
-
-
-def sandbox_ability() -> SandboxAbility:
-    """Try a bubblewrap sandbox with its own processes and no network, and look at what limits it could set."""
-    bwrap = shutil.which("bwrap")
-    version, limits = _cgroups()
-    return SandboxAbility(
-        bwrap=bwrap,
-        problem=_bwrap_problem(bwrap),
-        user_namespaces=_works(["unshare", "--user", "--map-root-user", "true"]),
-        overlay="overlay" in _read("/proc/filesystems"),
-        cgroups=version,
-        cgroup_limits=limits,
-    )
-
-
-def _bwrap_problem(bwrap: str | None) -> str | None:
-    if bwrap is None:
-        return "bubblewrap (bwrap) is not installed; try: apt-get install bubblewrap"
-    command = [bwrap, "--ro-bind", "/", "/", "--proc", "/proc", "--unshare-pid", "--unshare-net", "--unshare-ipc", "true"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"bubblewrap does not start ({error})"
-    if done.returncode == 0:
-        return None
-    said = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-    return (
-        f"bubblewrap does not work here ({said}); unprivileged user namespaces may be off: try "
-        "sysctl -w kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0"
-    )
-
-
-def _cgroups() -> tuple[str, bool]:
-    root = Path("/sys/fs/cgroup")
-    if (root / "cgroup.controllers").is_file():
-        own = next((line[3:] for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
-        return "v2", os.access(root / own.lstrip("/"), os.W_OK)
-    if (root / "memory").is_dir():
-        return "v1", os.access(root / "memory", os.W_OK)
-    return "none", False
-
-
-def _works(command: list[str]) -> bool:
-    try:
-        return subprocess.run(command, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=False).returncode == 0
-    except (OSError, subprocess.SubprocessError):
-        return False
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

@@ -1,0 +1,110 @@
+"""One case for each rule: what breaks it, and that the message names the key and what was expected."""
+
+import pytest
+
+from rl360.config.combinations import CHOICES, DEADLINES, RANGES, combination_problems
+
+
+def test_the_defaults_have_no_problem(typed):
+    assert combination_problems(typed()) == []
+
+
+CASES = [
+    ({"group_size": 1}, "group_size: 1 leaves nothing to compare"),
+    ({"algorithm.updates_per_batch": 33}, "algorithm.updates_per_batch: 33 updates from 32 attempts"),
+    ({"reward": {}}, "reward: no reward at all"),
+    ({"logger": {}}, "logger: no logger at all"),
+    ({"rollout.top_p": 0.9}, "rollout.top_p: 0.9 in training"),
+    ({"rollout.top_k": 50}, "rollout.top_k: 50 in training"),
+    ({"rollout.max_new_tokens": 2048}, "rollout.max_new_tokens: 2048 leaves no room for a prompt"),
+    ({"rollout.max_context_tokens": 4096}, "rollout.max_context_tokens: 4096 is more than the model was trained for"),
+    ({"rollout.engine": "external", "rollout.sync": "disk"}, "rollout.engine_urls: empty with engine external"),
+    (
+        {"rollout.engine": "external", "rollout.engine_urls": ["http://h:1"]},
+        "rollout.sync: shared needs the embedded engine",
+    ),
+    ({"rollout.engine_urls": ["http://h:1"]}, "rollout.engine_urls: given with engine embedded"),
+    ({"rollout.engine_urls": ["host:30000"]}, "rollout.engine_urls: 'host:30000' is not a URL"),
+    ({"rollout.engine_urls": ["http://h:1", "http://h:1"]}, "rollout.engine_urls: the same URL twice"),
+    ({"rollout.max_staleness": 1}, "rollout.max_staleness: 1 with the embedded engine"),
+    ({"agent.timeout_s": 100.0}, "agent.timeout_s: 100 s for the agent is not more than rollout.turn_timeout_s 150 s"),
+    ({"rollout.request_timeout_s": 150.0}, "rollout.turn_timeout_s: 150 s for the turn is not more than"),
+    ({"cluster.client_timeout_s": 700.0}, "cluster.client_timeout_s: 700 s for the client is not more than"),
+    ({"sandbox.lifetime_s": 10.0}, "sandbox.lifetime_s: 10 s for the sandbox lifetime is not more than"),
+    ({"cluster.trial_timeout_s": 400.0}, "cluster.trial_timeout_s: 400 s is less than sandbox start, agent and"),
+    ({"cluster.no_progress_s": 100.0}, "cluster.no_progress_s: 100 s would end a run during one slow turn"),
+    ({"evaluation.every": 5}, "evaluation.tasks: null with evaluation.every 5"),
+    ({"evaluation.k": 2, "evaluation.temperature": 0.0}, "evaluation.k: 2 greedy attempts are all the same"),
+    ({"trainer.betas": [0.9]}, "trainer.betas: [0.9]; expected two numbers"),
+    ({"trainer.betas": [0.9, 1.0]}, "trainer.betas: [0.9, 1.0]; expected two numbers"),
+    ({"algorithm.clip_high": 0.1}, "algorithm.clip_high: 0.1 is below clip_low 0.2"),
+    ({"algorithm.kl_estimator": "k4"}, "algorithm.kl_estimator: 'k4' is none of k1, k2, k3"),
+    ({"rollout.engine": "embeded"}, "rollout.engine: 'embeded' is none of embedded, external; did you mean embedded?"),
+    ({"algorithm.importance_cap": 0.0}, "algorithm.importance_cap: 0.0; expected more than 0"),
+    ({"iterations": 0}, "iterations: 0; expected at least 1"),
+    ({"gateway.port": 70000}, "gateway.port: 70000; expected at most 65535"),
+    ({"rollout.max_masked_share": 1.5}, "rollout.max_masked_share: 1.5; expected at most 1"),
+    ({"checkpoint.keep_last": 0}, "checkpoint.keep_last: 0; expected at least 1"),
+    ({"name": "../up"}, "name: '../up' becomes a folder"),
+    ({"name": "a/b"}, "name: 'a/b' becomes a folder"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"), CASES, ids=[text.split(":")[0] + str(i) for i, (_, text) in enumerate(CASES)]
+)
+def test_each_rule(typed, changes, text):
+    problems = combination_problems(typed(**changes))
+    assert any(problem.startswith(text) for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.importance_cap": None},
+        {"algorithm.kl_coef": 0.01},
+        {"trainer.max_grad_norm": 0.0},
+        {"rollout.engine": "external", "rollout.sync": "disk", "rollout.engine_urls": ["http://a:1", "http://b:1"]},
+        {"group_size": 1, "algorithm._target_": "mine.Reinforce"},
+        {"evaluation.every": 5, "evaluation.tasks": {"path": "/x"}},
+        {"gateway.api_key_env": "ENGINE_KEY"},
+    ],
+)
+def test_what_is_fine(typed, changes):
+    assert combination_problems(typed(**changes)) == []
+
+
+SECRET = "sk-abcdefghijklmnop"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gateway.api_key_env": SECRET},
+        {"gateway.api_key_env": "not a name"},
+        {"model.source": "hf_abcdefghijklmnop"},
+        {"logger.wandb": {"_target_": "rl360.x.Y", "kwargs": {"api_key": "abc"}}},
+        {"sandbox.kwargs": {"password": "abc"}},
+        {"agent.kwargs": {"list": [{"auth_token": "abc"}]}},
+    ],
+)
+def test_secrets_are_refused_and_not_repeated(typed, changes):
+    problems = combination_problems(typed(**changes))
+    assert len(problems) == 1
+    assert "secret" in problems[0]
+    assert SECRET not in problems[0]
+    assert "abc" not in problems[0]
+
+
+def test_ordinary_keys_are_no_secrets(typed):
+    reward = {"_target_": "rl360.x.Y", "kwargs": {"key": "reward"}}
+    assert combination_problems(typed(**{"reward.verifier": reward, "rollout.max_new_tokens": 9})) == []
+
+
+def test_the_tables_name_keys_that_exist(typed):
+    config = typed()
+    for key in [*CHOICES, *RANGES, *(key for _, key in DEADLINES)]:
+        node: object = config
+        for part in key.split("."):
+            node = getattr(node, part)
+    assert [name for name, _ in DEADLINES] == ["model call", "turn", "agent", "trial", "client", "sandbox lifetime"]

@@ -1,0 +1,251 @@
+"""A trial worker: runs Harbor trials, many at once, in a process of its own.
+
+In: an `AttemptSpec` and the base URL of its session. Out: a `TrialResult`, also when everything went wrong. Left to
+others: sessions and tokens (gateway), what an exception means for training (rollout), retries (rollout).
+
+Harbor is imported in `start`, after the variables that keep it from telemetry and from fetching price lists are set.
+Before the verifier runs, every process that the agent left is killed and the reward folder is made new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl360.types import AttemptSpec, Timings, TrialResult
+
+if TYPE_CHECKING:
+    from harbor.models.trial.config import TrialConfig
+    from harbor.models.trial.result import TimingInfo
+    from harbor.models.trial.result import TrialResult as HarborResult
+    from harbor.trial.hooks import TrialHookEvent
+    from harbor.trial.trial import Trial
+
+_HARBOR_ENV = {"HARBOR_TELEMETRY": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+_LOCAL_SANDBOX = "rl360.sandboxes.local:LocalSandbox"
+_SANDBOX_FIELDS = (
+    "network", "memory_mib", "cpus", "pids", "disk_mib", "lifetime_s", "start_timeout_s", "base", "unprivileged",
+)  # fmt: skip
+_MAX_MESSAGE_CHARS = 4000
+
+
+class TrialWorker:
+    """One process's share of the trials.
+
+    `agent` and `sandbox` are AgentConfig and SandboxConfig as mappings. `max_concurrent`: trials open at once here;
+    `start_interval_s`: least time between two starts, so that a burst does not stall the event loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        agent: Mapping[str, Any],
+        sandbox: Mapping[str, Any],
+        cache_dir: str | Path,
+        trials_dir: str | Path,
+        trial_timeout_s: float,
+        model_name: str,
+        max_concurrent: int,
+        start_interval_s: float,
+        run_id: str,
+        rank: int = 0,
+        keep_trial_dirs: bool = False,
+    ):
+        self._agent, self._sandbox = dict(agent), dict(sandbox)
+        self._cache_dir, self._trials_dir = Path(cache_dir), Path(trials_dir)
+        self._trial_timeout_s = trial_timeout_s
+        self._model_name = model_name
+        self._start_interval_s = start_interval_s
+        self._run_id, self._rank = f"{run_id}-w{rank}", rank
+        self._keep_trial_dirs = keep_trial_dirs
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._next_start = 0.0
+
+    @property
+    def _is_local(self) -> bool:
+        return self._sandbox["import_path"] == _LOCAL_SANDBOX
+
+    async def start(self) -> None:
+        """Import Harbor, make the base root file system, remove what killed runs left. Raises when sandboxes cannot be."""
+        os.environ.update(_HARBOR_ENV)
+        await asyncio.to_thread(self._prepare)
+
+    def _prepare(self) -> None:
+        import harbor.trial.single_step
+        import harbor.verifier.verifier  # noqa: F401
+
+        from rl360.rollout import harbor_speedups
+
+        harbor_speedups.install()
+        self._trials_dir.mkdir(parents=True, exist_ok=True)
+        if self._is_local:
+            from rl360.sandboxes.local.environment import open_host
+
+            base, unprivileged = self._sandbox.get("base", "auto"), bool(self._sandbox.get("unprivileged", False))
+            open_host(self._cache_dir, base, unprivileged, self._run_id)
+
+    async def close(self) -> None:
+        """End every sandbox of this process."""
+        if self._is_local:
+            from rl360.sandboxes.local.environment import close_hosts
+
+            await asyncio.to_thread(close_hosts)
+
+    async def run(self, spec: AttemptSpec, base_url: str) -> TrialResult:
+        """Run one trial. Raises nothing but CancelledError."""
+        asked = time.monotonic()
+        async with self._slots:
+            await self._stagger()
+            return await self._run(spec, base_url, time.monotonic() - asked)
+
+    async def _stagger(self) -> None:
+        now = time.monotonic()
+        start = max(now, self._next_start)
+        self._next_start = start + self._start_interval_s
+        if start > now:
+            await asyncio.sleep(start - now)
+
+    async def _run(self, spec: AttemptSpec, base_url: str, queue_s: float) -> TrialResult:
+        from harbor.trial.trial import Trial
+
+        name = _trial_name(spec)
+        trial_dir = self._trials_dir / name
+        began = time.monotonic()
+        trial: Trial | None = None
+        failure: tuple[str, str] | None = None
+        try:
+            async with asyncio.timeout(self._trial_timeout_s):
+                trial = await Trial.create(self._config(spec, base_url, name))
+                _add_hooks(trial)
+                await trial.run()
+        except TimeoutError:
+            failure = ("TrialTimeoutError", f"the trial took more than {self._trial_timeout_s} s")
+        except asyncio.CancelledError:
+            await asyncio.to_thread(shutil.rmtree, trial_dir, True)
+            raise
+        except Exception as error:  # Harbor raises anything from a task's own settings; all of it is the trial's result
+            failure = (type(error).__name__, str(error))
+        finally:
+            _forget_loggers(name)
+        result = _map(spec, trial, failure, trial_dir, queue_s, time.monotonic() - began)
+        failed = result.exception_type is not None or result.rewards is None
+        if failed or self._keep_trial_dirs:
+            return replace(result, logs=_logs(trial_dir))
+        await asyncio.to_thread(shutil.rmtree, trial_dir, True)
+        return result
+
+    def _config(self, spec: AttemptSpec, base_url: str, name: str) -> TrialConfig:
+        from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
+
+        sandbox_kwargs = dict(self._sandbox.get("kwargs") or {})
+        if self._is_local:
+            fields = {key: self._sandbox[key] for key in _SANDBOX_FIELDS if key in self._sandbox}
+            sandbox_kwargs = {**fields, "cache_dir": str(self._cache_dir), "run_id": self._run_id, **sandbox_kwargs}
+        return TrialConfig(
+            task=TaskConfig(path=spec.task.path),
+            trial_name=name,
+            trials_dir=self._trials_dir,
+            agent=AgentConfig(
+                import_path=self._agent["import_path"],
+                model_name=self._model_name,
+                skip_model_parsing=True,
+                base_url=base_url,
+                override_timeout_sec=self._agent["timeout_s"],
+                kwargs=dict(self._agent.get("kwargs") or {}),
+            ),
+            environment=EnvironmentConfig(import_path=self._sandbox["import_path"], kwargs=sandbox_kwargs),
+            verifier=VerifierConfig(max_timeout_sec=self._sandbox.get("verifier_timeout_s")),
+        )
+
+
+def _trial_name(spec: AttemptSpec) -> str:
+    """The try's id as a folder name."""
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in spec.try_id)
+
+
+def _add_hooks(trial: Trial) -> None:
+    from harbor.models.task.verifier_mode import VerifierEnvironmentMode, resolve_task_verifier_mode
+    from harbor.trial.hooks import TrialEvent
+
+    settle = getattr(trial.agent_environment, "settle_for_verifier", None)
+    if settle is None or trial.task.has_steps:
+        return
+    if resolve_task_verifier_mode(trial.task.config) != VerifierEnvironmentMode.SHARED:
+        return
+
+    async def before_verification(_: TrialHookEvent) -> None:
+        await settle(trial.task.config.verifier.user)
+
+    trial.add_hook(TrialEvent.VERIFICATION_START, before_verification)
+
+
+def _map(
+    spec: AttemptSpec,
+    trial: Trial | None,
+    failure: tuple[str, str] | None,
+    trial_dir: Path,
+    queue_s: float,
+    total_s: float,
+) -> TrialResult:
+    harbor: HarborResult | None = getattr(trial, "_result", None)
+    metadata: dict[str, object] = {}
+    rewards: dict[str, float] | None = None
+    timings = Timings(queue_s=queue_s, total_s=queue_s + total_s)
+    if harbor is not None:
+        if failure is None and harbor.exception_info is not None:
+            failure = (harbor.exception_info.exception_type, harbor.exception_info.exception_message)
+        if harbor.agent_result is not None:
+            metadata.update(harbor.agent_result.metadata or {})
+        if harbor.verifier_result is not None and harbor.verifier_result.rewards:
+            rewards = {key: float(value) for key, value in harbor.verifier_result.rewards.items()}
+        timings = Timings(
+            queue_s=queue_s,
+            sandbox_s=_seconds(harbor.environment_setup),
+            agent_s=_seconds(harbor.agent_setup) + _seconds(harbor.agent_execution),
+            verify_s=_seconds(harbor.verifier),
+            total_s=queue_s + total_s,
+        )
+    exhausted = getattr(getattr(trial, "agent_environment", None), "exhausted", "")
+    if exhausted:
+        metadata["exhausted"] = exhausted
+    return TrialResult(
+        try_id=spec.try_id,
+        rewards=rewards,
+        exception_type=failure[0] if failure else None,
+        exception_message=failure[1][:_MAX_MESSAGE_CHARS] if failure else None,
+        agent_metadata=metadata,
+        timings=timings,
+        trial_dir=trial_dir,
+    )
+
+
+def _seconds(timing: TimingInfo | None) -> float:
+    if timing is None or timing.started_at is None or timing.finished_at is None:
+        return 0.0
+    return (timing.finished_at - timing.started_at).total_seconds()
+
+
+def _logs(trial_dir: Path) -> dict[str, str]:
+    """The log files that exist. They go with the trial's folder, which stays when the trial failed or is kept."""
+    files = {
+        "trial": "trial.log",
+        "result": "result.json",
+        "exception": "exception.txt",
+        "verifier": "verifier/test-stdout.txt",
+        "agent": "agent",
+    }
+    return {name: str(trial_dir / file) for name, file in files.items() if (trial_dir / file).exists()}
+
+
+def _forget_loggers(trial_name: str) -> None:
+    """Harbor makes several loggers named after each trial, and `logging` keeps every logger for ever."""
+    known = logging.Logger.manager.loggerDict
+    for name in [n for n in known if trial_name in n]:
+        known.pop(name, None)

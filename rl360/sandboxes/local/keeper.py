@@ -1,0 +1,275 @@
+"""The keeper: a small process beside each trial worker that starts sandboxes, reaps them and cleans up after them.
+
+In: start and kill requests over a SOCK_SEQPACKET pair. Out: one bubblewrap process per sandbox, a descriptor of its
+root folder, and an event when it is gone. Left to others: the command line and the mount plan (namespace.py), what runs
+inside (environment.py), and leftovers of a keeper that was itself killed (cleanup.py).
+
+Why a process of its own: forking a few-MiB process costs a tenth of forking a worker that imported Harbor; its single
+thread outlives every sandbox, which `--die-with-parent` needs (the signal follows the thread that forked, not the
+process); and when the worker dies, even by kill -9, the keeper reads end-of-file and removes what the worker owned.
+Standard library only; run with `python -I -S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from rl360.sandboxes.local import cgroups, syscalls
+
+MAX_MESSAGE = 180_000  # bytes; below the default socket buffer, so that one message is one packet
+CONTROL_DIR = ".rl360"  # in the sandbox's root: scripts in, output out
+_CONTROL_MIB = (
+    64  # bound of what running commands may print, apart from the disk limit, so that a full disk can be graded
+)
+_CONTROL_INODES = 16_384
+_REMOVE_EVERY_S = 0.01  # between tries to remove the groups of a sandbox whose processes are ending
+_REMOVE_FOR_S = 5.0  # then the next sweep gets it
+
+
+@dataclass
+class _Sandbox:
+    pid: int
+    cgroups: list[str]
+    folder: str | None
+    deadline: float | None
+    exhausted: str = ""
+    ended: float | None = None  # when it was reaped; None: running
+    event: dict[str, Any] = field(default_factory=dict)
+
+
+def main(control_fd: int, owner_dir: str) -> None:
+    """Serve until the worker closes its end, then remove everything."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the worker decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.set_inheritable(control_fd, False)  # or every sandbox would hold the keeper's control socket
+    control = socket.socket(fileno=control_fd)
+    wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+    sandboxes: dict[str, _Sandbox] = {}
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(wake_r, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll(_timeout_ms(sandboxes)):
+            if fd == wake_r:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake_r, 4096)
+            elif not _serve(control, sandboxes):
+                _close(sandboxes, owner_dir)
+                return
+        _tend(control, sandboxes)
+
+
+def _timeout_ms(sandboxes: dict[str, _Sandbox]) -> float | None:
+    if any(s.ended is not None for s in sandboxes.values()):
+        return _REMOVE_EVERY_S * 1000
+    deadlines = [s.deadline for s in sandboxes.values() if s.deadline is not None]
+    return max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1 if deadlines else None
+
+
+def _serve(control: socket.socket, sandboxes: dict[str, _Sandbox]) -> bool:
+    try:
+        data, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE + 1, 8, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError:
+        return False
+    if not data:
+        return False
+    message = json.loads(data)
+    if message["op"] == "start":
+        try:
+            _start(message, fds, sandboxes)
+        finally:
+            for fd in fds:
+                os.close(fd)
+    elif message["op"] == "kill" and (sandbox := sandboxes.get(message["id"])) and sandbox.ended is None:
+        _kill(sandbox)
+    return True
+
+
+def _start(message: dict[str, Any], fds: list[int], sandboxes: dict[str, _Sandbox]) -> None:
+    spec = message["spec"]
+    stdin, stdout, stderr, reply = fds
+    try:
+        groups = cgroups.create(cgroups.Hierarchy(**spec["hierarchy"]), message["id"], cgroups.Limits(**spec["limits"]))
+    except OSError as error:
+        os.write(reply, json.dumps({"error": f"control group: {error}"}).encode())
+        return
+    keeper_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        _become_sandbox(spec, groups, stdin, stdout, stderr, reply, keeper_pid)
+    lifetime_s = spec["lifetime_s"]
+    deadline = time.monotonic() + lifetime_s if lifetime_s else None
+    sandboxes[message["id"]] = _Sandbox(pid, groups, spec["scratch"].get("path"), deadline)
+
+
+def _become_sandbox(
+    spec: dict[str, Any], groups: list[str], stdin: int, stdout: int, stderr: int, reply: int, keeper_pid: int
+) -> NoReturn:
+    """In the forked child: limits, namespaces, mounts, then bubblewrap. Errors go back over `reply`."""
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        cgroups.join(groups)
+        uid, gid = os.getuid(), os.getgid()
+        if spec["userns"]:
+            os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNS)
+            for file, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+                with open(f"/proc/self/{file}", "w") as handle:
+                    handle.write(text)
+        else:
+            os.unshare(os.CLONE_NEWNS)
+        syscalls.set_parent_death_signal(signal.SIGKILL)
+        if os.getppid() != keeper_pid:
+            os._exit(1)
+        root_fd = _mount_root(spec)
+        for name, value in spec["rlimits"].items():
+            resource.setrlimit(getattr(resource, name), (value, value))
+        os.dup2(stdin, 0)
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        for number, content in spec["files"]:
+            _to_fd(number, content)
+        socket.send_fds(socket.socket(fileno=os.dup(reply)), [b'{"ok": true}'], [root_fd])
+        os.execve(spec["argv"][0], spec["argv"], {"PATH": "/usr/bin:/bin"})
+    except BaseException as error:
+        os.write(reply, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()[:MAX_MESSAGE])
+    os._exit(1)
+
+
+def _to_fd(number: int, content: str) -> None:
+    """Give bubblewrap a file (hex) at a descriptor that it inherits."""
+    fd = os.memfd_create("rl360", 0)
+    os.write(fd, bytes.fromhex(content))
+    os.lseek(fd, 0, os.SEEK_SET)
+    os.dup2(fd, number, inheritable=True)
+    os.close(fd)
+
+
+def _mount_root(spec: dict[str, Any]) -> int:
+    """Put the root file system together below `mount_point` and return a descriptor of it.
+
+    The mount lives in this process's own mount namespace, so nothing of it is left on the host when the sandbox ends.
+    """
+    at, scratch = spec["mount_point"], spec["scratch"]
+    syscalls.mount("none", "/", "", syscalls.MS_REC | syscalls.MS_PRIVATE)
+    if "size_mib" in scratch:
+        syscalls.mount("tmpfs", at, "tmpfs", syscalls.MS_NODEV, f"mode=0755,size={scratch['size_mib']}m")
+    else:
+        syscalls.bind(scratch["path"], at)
+    root = f"{at}/root"
+    os.makedirs(root, exist_ok=True)
+    uppers = spec["uppers"]
+    for index, (name, lowers) in enumerate(spec["trees"]):
+        target = f"{root}/{name}" if name else root
+        upper, work = f"{at}/upper{index}", f"{at}/work{index}"
+        if uppers is not None:
+            upper, work = uppers[index]
+        if spec["mode"] == "copy":
+            _copy_tree(name, lowers, target, uppers[index][0] if uppers is not None else None)
+            continue
+        os.makedirs(upper, exist_ok=True)
+        os.makedirs(work, exist_ok=True)
+        options = f"lowerdir={':'.join(lowers)},upperdir={upper},workdir={work}" + spec["overlay_options"]
+        syscalls.mount("overlay", target, "overlay", syscalls.MS_NODEV, options)
+    for source, name in spec["read_only_binds"]:
+        syscalls.bind(source, f"{root}/{name}", read_only=True)
+    for name in spec["masks"]:
+        if os.path.isdir(f"{root}/{name}"):
+            syscalls.mount("tmpfs", f"{root}/{name}", "tmpfs", syscalls.MS_RDONLY, "size=4k,mode=0755")
+    control = f"{root}/{CONTROL_DIR}"
+    os.makedirs(control, exist_ok=True)
+    syscalls.mount(
+        "tmpfs", control, "tmpfs", syscalls.MS_NODEV | syscalls.MS_NOSUID,
+        f"mode=0700,size={_CONTROL_MIB}m,nr_inodes={_CONTROL_INODES}",
+    )  # fmt: skip
+    return os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _copy_tree(name: str, lowers: list[str], target: str, upper: str | None) -> None:
+    """Without overlayfs: the root tree is copied, any other (the host's /usr) is shown read-only."""
+    if name:
+        syscalls.bind(lowers[-1], target, read_only=True)
+        return
+    if upper is not None:
+        os.makedirs(upper, exist_ok=True)
+        syscalls.bind(upper, target)
+    for lower in reversed(lowers):
+        subprocess.run(["cp", "-a", "--reflink=auto", f"{lower}/.", target], check=True, stderr=subprocess.PIPE)
+
+
+def _kill(sandbox: _Sandbox) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(sandbox.pid, signal.SIGKILL)
+    for pid in cgroups.processes(sandbox.cgroups):  # what was forked before the parent-death signal was set
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _tend(control: socket.socket | None, sandboxes: dict[str, _Sandbox]) -> None:
+    """Reap what ended, end what outlived its time, remove control groups, tell the worker."""
+    now = time.monotonic()
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            break
+        if pid == 0:
+            break
+        for sandbox in sandboxes.values():
+            if sandbox.pid == pid:
+                sandbox.ended = now
+                sandbox.event = {
+                    "status": os.waitstatus_to_exitcode(status),
+                    "oom_kills": cgroups.oom_kills(sandbox.cgroups),
+                }
+    for name, sandbox in list(sandboxes.items()):
+        if sandbox.ended is None:
+            if sandbox.deadline is not None and now > sandbox.deadline:
+                sandbox.deadline = None
+                sandbox.exhausted = "lifetime"
+                _kill(sandbox)
+            continue
+        left = cgroups.remove(sandbox.cgroups)
+        if left and now - sandbox.ended < _REMOVE_FOR_S:
+            for pid in cgroups.processes(left):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            continue
+        if sandbox.folder is not None:
+            shutil.rmtree(sandbox.folder, ignore_errors=True)
+        del sandboxes[name]
+        if control is not None:
+            event = {"id": name, "exhausted": sandbox.exhausted, **sandbox.event}
+            with contextlib.suppress(OSError):
+                control.send(json.dumps(event).encode())
+
+
+def _close(sandboxes: dict[str, _Sandbox], owner_dir: str) -> None:
+    for sandbox in sandboxes.values():
+        if sandbox.ended is None:
+            _kill(sandbox)
+    until = time.monotonic() + _REMOVE_FOR_S
+    while sandboxes and time.monotonic() < until:
+        _tend(None, sandboxes)
+        time.sleep(_REMOVE_EVERY_S)
+    if not sandboxes:
+        shutil.rmtree(owner_dir, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

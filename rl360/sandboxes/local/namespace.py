@@ -1,0 +1,492 @@
+"""One running sandbox as its trial worker sees it: start, run commands, end. No host fork per command.
+
+In: a `Plan` (root file system, limits, network) and commands. Out: return codes, output, and a descriptor of the
+sandbox's root folder. Left to others: starting processes and mounts (keeper.py), moving files (transfer.py), Harbor's
+meaning of all this (environment.py).
+
+A sandbox is one bubblewrap process whose command is a bash that reads lines: `x <n>` runs the script `.rl360/<n>.sh` as
+a process group of its own, `k <pgid>` kills one, `K` kills everything but itself. It answers `p <n> <pgid>` and
+`x <n> <return code>`. Scripts and output are files on a small tmpfs that only this bash and the worker use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl360.sandboxes.local import cgroups, cleanup, seccomp, syscalls
+from rl360.sandboxes.local.keeper import CONTROL_DIR, MAX_MESSAGE
+
+# What root inside may still do. Docker's list without MKNOD, NET_RAW and AUDIT_WRITE.
+CAPABILITIES = (
+    "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETGID", "CAP_SETUID",
+    "CAP_SETPCAP", "CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT", "CAP_SETFCAP",
+)  # fmt: skip
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+MAX_OUTPUT = 16 * 2**20  # bytes kept of each stream of one command
+_MAX_ARGUMENT = 100_000  # bytes; the kernel's limit of one argument is 128 KiB
+_SECCOMP_FD, _ARGS_FD = 200, 201  # above any descriptor that the keeper has open when it forks
+_FIRST_ANSWER_S = 30.0
+
+# `set -m` gives each command a process group; inside the first subshell too, so that `kill 0` spares the one that
+# reports. SIGINT and SIGQUIT stay at their defaults, which a plain `&` would set to ignored.
+_LOOP = f"""
+exec 3>&1 1>/dev/null
+set -m
+echo ready >&3
+while IFS=' ' read -r op n; do
+  case $op in
+  x) {{ set -m
+       {{ . /{CONTROL_DIR}/$n.sh; }} </dev/null >/{CONTROL_DIR}/$n.out 2>/{CONTROL_DIR}/$n.err 3>&- &
+       p=$!; echo "p $n $p" >&3; wait $p; echo "x $n $?" >&3; }} & ;;
+  k) kill -9 -- -$n 2>/dev/null ;;
+  K) kill -9 -1 2>/dev/null; echo "K 0 0" >&3 ;;
+  esac
+done
+"""
+
+
+class SandboxDied(RuntimeError):
+    """The sandbox ended while it was in use. `exhausted` names the limit that it ran into, if one is known."""
+
+    def __init__(self, message: str, exhausted: str = ""):
+        super().__init__(message)
+        self.exhausted = exhausted
+
+
+@dataclass(frozen=True)
+class User:
+    """Whom a command runs as. `groups` are the supplementary ones."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides what a sandbox is made of."""
+
+    trees: tuple[tuple[str, tuple[str, ...]], ...]  # folder in the root ("" is the root), its lower folders, top first
+    mode: str  # overlay | copy
+    userns: bool
+    hierarchy: cgroups.Hierarchy
+    limits: cgroups.Limits
+    disk_mib: int  # 0: no limit, on disk
+    lifetime_s: float  # 0: no limit
+    network: bool
+    env: dict[str, str] = field(default_factory=dict)
+    workdir: str = "/"
+    read_only_binds: tuple[tuple[str, str], ...] = ()  # host path, folder in the root
+    masks: tuple[str, ...] = ()  # folders in the root that show empty
+    uppers: tuple[tuple[str, str], ...] | None = None  # (upper, work) of each tree on disk, when building a layer
+
+
+@dataclass(frozen=True)
+class Completed:
+    return_code: int
+    stdout: str
+    stderr: str
+
+
+class Keeper:
+    """The worker's end of its keeper process. One per worker and state folder; `close` removes all it owns."""
+
+    def __init__(self, state_dir: Path, run_id: str, hierarchy: cgroups.Hierarchy):
+        state_dir.mkdir(parents=True, exist_ok=True)
+        self.swept = cleanup.sweep(state_dir)
+        self.owner = cleanup.register(state_dir, run_id, sorted(set(hierarchy.parents.values())))
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        package_root = str(Path(__file__).resolve().parents[3])
+        code = (
+            f"import sys; sys.path.insert(0, {package_root!r}); from rl360.sandboxes.local.keeper import main; "
+            f"main({theirs.fileno()}, {str(self.owner.folder)!r})"
+        )
+        with theirs, open(self.owner.folder / "keeper.log", "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        self._control.setblocking(False)
+        self._gone: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._count = 0
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def next_name(self) -> str:
+        self._count += 1
+        return f"{self.owner.name}.{self._count}"
+
+    def request(self, message: dict[str, Any], fds: list[int]) -> None:
+        data = json.dumps(message).encode()
+        if len(data) > MAX_MESSAGE:
+            raise ValueError(f"the sandbox's environment and mounts take {len(data)} bytes; at most {MAX_MESSAGE}")
+        socket.send_fds(self._control, [data], fds)
+
+    def watch(self, name: str) -> asyncio.Future[dict[str, Any]]:
+        """A future that is set when the keeper has removed the sandbox."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(self._control)
+            self._loop = loop
+            loop.add_reader(self._control, self._read_events)
+        return self._gone.setdefault(name, loop.create_future())
+
+    def _read_events(self) -> None:
+        while True:
+            try:
+                data = self._control.recv(MAX_MESSAGE)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                data = b""
+            if not data:
+                if self._loop is not None:
+                    self._loop.remove_reader(self._control)
+                for future in self._gone.values():
+                    if not future.done():
+                        future.set_result({"status": None, "exhausted": "", "oom_kills": 0})
+                self._gone.clear()
+                return
+            event = json.loads(data)
+            future = self._gone.pop(event["id"], None)
+            if future is not None and not future.done():
+                future.set_result(event)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """End every sandbox, remove the owner folder and wait for the keeper."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._control)
+        self._control.close()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _bwrap_options(plan: Plan, root: str) -> list[str]:
+    argv = ["--bind", root, "/", "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/dev/shm"]
+    argv += ["--die-with-parent", "--new-session", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+    argv += ["--unshare-cgroup-try", "--hostname", "sandbox"]
+    if not plan.network:
+        argv += ["--unshare-net"]
+    else:
+        argv += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf", "--ro-bind-try", "/etc/hosts", "/etc/hosts"]
+    argv += ["--cap-drop", "ALL"]
+    for capability in CAPABILITIES:
+        argv += ["--cap-add", capability]
+    if seccomp.supported():
+        argv += ["--seccomp", str(_SECCOMP_FD)]
+    argv += ["--clearenv"]
+    for key, value in {"PATH": DEFAULT_PATH, "HOME": "/root", "TERM": "xterm", **plan.env}.items():
+        argv += ["--setenv", key, value]
+    return argv
+
+
+def spec_of(plan: Plan, keeper: Keeper, name: str) -> dict[str, Any]:
+    """The keeper's start request."""
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise FileNotFoundError("bwrap is not on the PATH; install bubblewrap (apt-get install bubblewrap)")
+    mount_point = str(keeper.owner.mount_point)
+    if plan.disk_mib:
+        scratch: dict[str, Any] = {"size_mib": plan.disk_mib}
+    else:
+        folder = keeper.owner.folder / name.rpartition(".")[2]
+        folder.mkdir()
+        scratch = {"path": str(folder)}
+    rlimits: dict[str, int] = {}
+    missing = plan.hierarchy.missing(plan.limits)
+    if "memory" in missing:
+        rlimits["RLIMIT_DATA"] = plan.limits.memory_mib * 2**20
+    if "pids" in missing:
+        rlimits["RLIMIT_NPROC"] = plan.limits.pids
+    # Options go through a descriptor, so that the environment does not show in the host's process list.
+    options = "\0".join(_bwrap_options(plan, f"{mount_point}/root"))
+    files = [(_ARGS_FD, f"{options}\0".encode().hex())]
+    if seccomp.supported():
+        files.append((_SECCOMP_FD, seccomp.program().hex()))
+    return {
+        "mount_point": mount_point,
+        "scratch": scratch,
+        "trees": plan.trees,
+        "mode": plan.mode,
+        "overlay_options": ",userxattr" if plan.userns else "",
+        "uppers": plan.uppers,
+        "userns": plan.userns,
+        "hierarchy": {"version": plan.hierarchy.version, "parents": plan.hierarchy.parents},
+        "limits": vars(plan.limits),
+        "lifetime_s": plan.lifetime_s,
+        "rlimits": rlimits,
+        "read_only_binds": plan.read_only_binds,
+        "masks": plan.masks,
+        "files": files,
+        "argv": [bwrap, "--args", str(_ARGS_FD), "--", "/bin/bash", "--norc", "--noprofile", "-c", _LOOP],
+    }
+
+
+class SandboxProcess:
+    """A started sandbox. Use `start`, then `run`, then `stop`, all from one event loop."""
+
+    def __init__(self, keeper: Keeper, plan: Plan):
+        self._keeper = keeper
+        self.plan = plan
+        self.name = keeper.next_name()
+        self.exhausted = ""  # the limit that it ran into: memory | disk | lifetime; "" when none is known
+        self.root_fd = -1
+        self._control_fd = -1
+        self._stdin = self._stdout = self._stderr = -1
+        self._buffer = b""
+        self._count = 0
+        self._waiting: dict[str, asyncio.Future[int]] = {}
+        self._groups: dict[str, str] = {}  # command -> process group, as soon as it is known
+        self._killed: set[str] = set()  # commands to kill as soon as their group is known
+        self._ready: asyncio.Future[None] | None = None
+        self._ended: asyncio.Future[dict[str, Any]] | None = None
+        self._stopped = False
+
+    @property
+    def running(self) -> bool:
+        return self._stdout >= 0
+
+    async def start(self) -> None:
+        """Raises OSError (mounts, control groups) or SandboxDied (bubblewrap or bash failed)."""
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stdin_r, self._stdin = os.pipe2(os.O_CLOEXEC)
+        self._stdout, stdout_w = os.pipe2(os.O_CLOEXEC)
+        self._stderr, stderr_w = os.pipe2(os.O_CLOEXEC)
+        try:
+            try:
+                self._ended = self._keeper.watch(self.name)
+                spec = spec_of(self.plan, self._keeper, self.name)
+                message = {"op": "start", "id": self.name, "spec": spec}
+                self._keeper.request(message, [stdin_r, stdout_w, stderr_w, theirs.fileno()])
+            finally:
+                theirs.close()
+                for fd in (stdin_r, stdout_w, stderr_w):
+                    os.close(fd)
+            ours.setblocking(False)
+            await _readable(loop, ours.fileno())
+            data, fds, _, _ = socket.recv_fds(ours, MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+            if not fds:
+                text = json.loads(data)["error"] if data else "the keeper process ended"
+                raise OSError(f"sandbox did not start: {text}")
+            self.root_fd = fds[0]
+        except BaseException:
+            await self.stop()
+            raise
+        finally:
+            ours.close()
+        for fd in (self._stdin, self._stdout, self._stderr):
+            os.set_blocking(fd, False)
+        self._ready = loop.create_future()
+        loop.add_reader(self._stdout, self._read)
+        try:
+            async with asyncio.timeout(_FIRST_ANSWER_S):
+                await self._ready
+        except BaseException:
+            await self.stop()
+            raise
+        self._control_fd = syscalls.open_in_root(self.root_fd, CONTROL_DIR, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._stdout, 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self._lost()
+            return
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            self._handle(line.decode("ascii", "replace").split(" "))
+
+    def _handle(self, words: list[str]) -> None:
+        match words:
+            case ["ready"]:
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(None)
+            case ["p", name, group]:
+                self._groups[name] = group
+                if name in self._killed:
+                    self._killed.discard(name)
+                    self._send(f"k {group}\n")
+            case ["x" | "K", name, code]:
+                self._groups.pop(name, None)
+                self._killed.discard(name)
+                future = self._waiting.pop(name, None)
+                if future is not None and not future.done():
+                    future.set_result(int(code) if code.isdigit() else 255)
+
+    def _lost(self) -> None:
+        """Its control pipe closed: bash or bubblewrap ended."""
+        asyncio.get_running_loop().remove_reader(self._stdout)
+        os.close(self._stdout)
+        self._stdout = -1
+        text = ""
+        with contextlib.suppress(OSError):
+            text = os.read(self._stderr, 4000).decode(errors="replace").strip()
+        error = SandboxDied(f"the sandbox ended{': ' + text if text else ''}", self.exhausted)
+        for future in [self._ready, *self._waiting.values()]:
+            if future is not None and not future.done():
+                future.set_exception(error)
+        self._waiting.clear()
+
+    def _send(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # it ended: the reader says so to everyone who waits
+            os.write(self._stdin, line.encode())
+
+    async def run(
+        self,
+        command: str,
+        *,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        user: User | None = None,
+        timeout_s: float | None = None,
+    ) -> Completed:
+        """Run a bash command. Raises TimeoutError after killing its process group, or SandboxDied."""
+        if not self.running:
+            raise SandboxDied("the sandbox is not running", self.exhausted)
+        self._count += 1
+        name = str(self._count)
+        try:
+            self._write_script(name, command, cwd, env, user)
+            future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            self._waiting[name] = future
+            self._send(f"x {name}\n")
+            try:
+                async with asyncio.timeout(timeout_s):
+                    code = await future
+            except (TimeoutError, asyncio.CancelledError):
+                self._kill_command(name)
+                raise
+            return Completed(code, self._take(f"{name}.out"), self._take(f"{name}.err"))
+        finally:
+            self._waiting.pop(name, None)
+            for suffix in ("sh", "cmd", "out", "err"):
+                with contextlib.suppress(OSError):
+                    os.unlink(f"{name}.{suffix}", dir_fd=self._control_fd)
+
+    def _kill_command(self, name: str) -> None:
+        group = self._groups.pop(name, None)
+        if group is None:
+            self._killed.add(name)
+        else:
+            self._send(f"k {group}\n")
+
+    def _write_script(
+        self, name: str, command: str, cwd: str | None, env: dict[str, str] | None, user: User | None
+    ) -> None:
+        lines = [f"cd {shlex.quote(cwd or self.plan.workdir)} || exit 1"]
+        for key, value in (env or {}).items():
+            if not key.replace("_", "a").isalnum() or key[0].isdigit():
+                raise ValueError(f"{key!r} is not a name of an environment variable")
+            lines.append(f"export {key}={shlex.quote(value)}")
+        prefix = ""
+        if user is not None and user.uid != 0:
+            if self.plan.userns:
+                raise ValueError(f"user {user.uid}: an unprivileged sandbox has one user, root")
+            groups = f"--groups {','.join(map(str, user.groups))}" if user.groups else "--clear-groups"
+            prefix = (
+                f"setpriv --reuid {user.uid} --regid {user.gid} {groups} "
+                "--inh-caps=-all --ambient-caps=-all --bounding-set=-all -- "
+            )
+        if len(command.encode()) < _MAX_ARGUMENT:
+            lines.append(f"exec {prefix}/bin/bash -c {shlex.quote(command)}")
+        else:
+            self._write(f"{name}.cmd", command.encode(), 0o644)
+            lines.append(f"exec 9</{CONTROL_DIR}/{name}.cmd; exec {prefix}/bin/bash /dev/fd/9")
+        self._write(f"{name}.sh", ("\n".join(lines) + "\n").encode(), 0o600)
+
+    def _write(self, name: str, data: bytes, mode: int) -> None:
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=self._control_fd)
+        with open(fd, "wb", closefd=True) as file:
+            file.write(data)
+
+    def _take(self, name: str) -> str:
+        """The beginning of an output file. A file that the sandbox replaced by a link or a pipe reads as empty."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            with open(os.open(name, flags, dir_fd=self._control_fd), "rb", closefd=True) as file:
+                return file.read(MAX_OUTPUT).decode(errors="replace")
+        except OSError:
+            return ""
+
+    async def kill_all(self, timeout_s: float = 10.0) -> None:
+        """Kill every process inside but the control shell. Commands that were running raise SandboxDied."""
+        if not self.running:
+            raise SandboxDied("the sandbox is not running", self.exhausted)
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        running = [self._waiting.pop(name) for name in list(self._waiting)]
+        self._waiting["0"] = future
+        self._send("K\n")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await future
+        finally:
+            self._waiting.pop("0", None)
+        for other in running:
+            if not other.done():
+                other.set_exception(SandboxDied("killed with every other process of the sandbox"))
+        self._groups.clear()
+
+    def free_disk_bytes(self) -> int | None:
+        """What the sandbox may still write; None when nothing limits it."""
+        if not self.plan.disk_mib or self.root_fd < 0:
+            return None
+        with contextlib.suppress(OSError):
+            stat = os.fstatvfs(self.root_fd)
+            return stat.f_bavail * stat.f_bsize
+        return None
+
+    async def stop(self, timeout_s: float = 15.0) -> None:
+        """End it and wait until its processes and control groups are gone. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        loop = asyncio.get_running_loop()
+        if self._stdout >= 0:
+            loop.remove_reader(self._stdout)
+        with contextlib.suppress(OSError, ValueError):
+            self._keeper.request({"op": "kill", "id": self.name}, [])
+        for fd in (self._stdin, self._stdout, self._stderr, self._control_fd, self.root_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._stdin = self._stdout = self._stderr = self._control_fd = self.root_fd = -1
+        started = self._ready is not None
+        if self._ended is not None and started:
+            with contextlib.suppress(TimeoutError):
+                event = await asyncio.wait_for(asyncio.shield(self._ended), timeout_s)
+                self.exhausted = event["exhausted"] or ("memory" if event["oom_kills"] else self.exhausted)
+        error = SandboxDied("the sandbox was stopped", self.exhausted)
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+        self._waiting.clear()
+
+
+async def _readable(loop: asyncio.AbstractEventLoop, fd: int) -> None:
+    future = loop.create_future()
+    loop.add_reader(fd, lambda: future.done() or future.set_result(None))
+    try:
+        async with asyncio.timeout(_FIRST_ANSWER_S):
+            await future
+    finally:
+        loop.remove_reader(fd)

@@ -1,0 +1,76 @@
+"""The few Linux calls that Python lacks: mount, umount, prctl and openat2, through ctypes.
+
+In: paths, flags and file descriptors. Out: file descriptors or OSError with the call's name. Left to others: what is
+mounted where (keeper.py) and which files move (transfer.py). Standard library only: the keeper process imports it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+
+MS_RDONLY = 0x1
+MS_NOSUID = 0x2
+MS_NODEV = 0x4
+MS_NOEXEC = 0x8
+MS_REMOUNT = 0x20
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
+MNT_DETACH = 0x2
+
+_PR_SET_PDEATHSIG = 1
+_SYS_OPENAT2 = 437  # the same number on every architecture (added after the tables were unified)
+_RESOLVE_NO_MAGICLINKS = 0x02
+_RESOLVE_IN_ROOT = 0x10
+_EAGAIN_TRIES = 8  # openat2 answers EAGAIN when a rename races with a ".." lookup; the man page says to try again
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def mount(source: str, target: str, fstype: str, flags: int = 0, options: str = "") -> None:
+    """mount(2). Raises OSError that names the target."""
+    result = _libc.mount(source.encode(), target.encode(), fstype.encode(), ctypes.c_ulong(flags), options.encode())
+    _check(result, f"mount {fstype or 'bind'} on {target} ({options})" if options else f"mount on {target}")
+
+
+def bind(source: str, target: str, read_only: bool = False) -> None:
+    """Bind `source` with its submounts on `target`; read-only needs a second call, as the kernel wants it."""
+    mount(source, target, "", MS_BIND | MS_REC)
+    if read_only:
+        mount("none", target, "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID)
+
+
+def umount(target: str) -> None:
+    """Lazy umount2(2)."""
+    _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+
+
+def set_parent_death_signal(number: int) -> None:
+    """The kernel sends `number` to this process when the thread that started it ends."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl PDEATHSIG")
+
+
+def open_in_root(root_fd: int, path: str, flags: int, mode: int = 0) -> int:
+    """Open `path` as a process chrooted into `root_fd` would: absolute links and ".." cannot leave it.
+
+    The kernel does the whole lookup (openat2 with RESOLVE_IN_ROOT, Linux 5.6), so a link that is swapped during the
+    lookup cannot leave either. Raises OSError.
+    """
+    how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
+    for attempt in range(_EAGAIN_TRIES):
+        fd = _libc.syscall(_SYS_OPENAT2, root_fd, os.fsencode(path), how, len(how))
+        if fd >= 0:
+            return int(fd)
+        number = ctypes.get_errno()
+        if number != 11 or attempt == _EAGAIN_TRIES - 1:
+            raise OSError(number, os.strerror(number), path)
+    raise AssertionError("unreachable")

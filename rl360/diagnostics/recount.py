@@ -36,6 +36,7 @@ class Recount:
 
     counts: dict[str, int]
     masked_by_cause: dict[str, int]
+    undecided: int  # tries whose session closed and that have no outcome yet: none once a run has finished
     sampled_tokens: int
     claimed: dict[str, dict[str, int]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -64,18 +65,17 @@ def recount(run_dir: Path) -> Recount:
         if said != derived[try_id]:
             problems.append(f"{try_id}: recorded as {said}, but the attempt itself is {derived[try_id]}")
         problems += _token_problems(try_id, row, sessions.get(try_id))
-    for try_id, session in sessions.items():
-        if try_id not in rows and not session["discarded"]:
-            problems.append(f"{try_id}: the proxy closed its session, but no trajectory row has it")
+    undecided = [try_id for try_id, session in sessions.items() if try_id not in rows]
     kinds = Counter(derived.values())
     causes = Counter(_cause(rows[t]) for t, kind in derived.items() if kind == "masked")
     result = Recount(
         counts={"started": len(_started(rows, sessions)), **{kind: kinds[kind] for kind in KINDS}},
         masked_by_cause=dict(sorted(causes.items())),
+        undecided=len(undecided),
         sampled_tokens=sum(_sampled(s).size for row in rows.values() for s in row.get("segments", ())),
         problems=problems,
     )
-    _compare(run_dir, result)
+    _compare(run_dir, result, undecided)
     return result
 
 
@@ -90,6 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         print("  ".join([f"{name:<10}", f"{number:>12}", *claims]))
     for cause, number in result.masked_by_cause.items():
         print(f"masked by {cause}: {number}")
+    print(f"undecided (made again or used by a resume): {result.undecided}")
     print(f"sampled tokens: {result.sampled_tokens}")
     for problem in result.problems:
         print(f"DISAGREES  {problem}")
@@ -228,28 +229,43 @@ def _started(rows: Mapping[str, dict[str, Any]], sessions: Mapping[str, dict[str
 # ---- comparing
 
 
-def _compare(run_dir: Path, result: Recount) -> None:
-    ledger, causes = _ledger_claims(run_dir)
+def _compare(run_dir: Path, result: Recount, undecided: list[str]) -> None:
+    ledger = _read_ledger(run_dir)
+    open_tries: set[str] = set()
     if ledger is not None:
-        result.claimed["ledger.jsonl"] = ledger
-        _note_difference(result, "ledger.jsonl", "masked_by_cause", result.masked_by_cause, causes)
+        started, last = ledger
+        open_tries = started - last.keys()
+        kinds = Counter(kind for kind, _ in last.values())
+        result.claimed["ledger.jsonl"] = {"started": len(started), **{kind: kinds[kind] for kind in KINDS}}
+        causes = Counter(reason for kind, reason in last.values() if kind == "masked")
+        _note_difference(result, "ledger.jsonl", "masked_by_cause", result.masked_by_cause, dict(causes))
     summary_path = run_dir / "summary.json"
+    finished = False
     if summary_path.exists():
         summary = json.loads(summary_path.read_text())
+        finished = summary["exit_reason"] == "finished"
         result.claimed["summary.json"] = summary["attempts"]
-        _note_difference(result, "summary.json", "masked_by_cause", result.masked_by_cause, summary["masked_by_cause"])
+        causes_said = summary["masked_by_cause"]
+        _note_difference(result, "summary.json", "masked_by_cause", result.masked_by_cause, causes_said)
+    if finished and open_tries:
+        result.problems.append(f"finished, but the ledger has {len(open_tries)} tries without an outcome")
+    for try_id in undecided:
+        if finished or try_id not in open_tries:
+            result.problems.append(f"{try_id}: the proxy closed its session, but no trajectory row has it")
     for source, counts in result.claimed.items():
         for name, number in result.counts.items():
-            _note_difference(result, source, name, number, counts.get(name, 0))
+            # A try that a crash cut off before its session closed left no trace but its start.
+            if name != "started" or not open_tries:
+                _note_difference(result, source, name, number, counts.get(name, 0))
 
 
-def _ledger_claims(run_dir: Path) -> tuple[dict[str, int] | None, dict[str, int]]:
-    """Counts of the ledger's last word on each try."""
+def _read_ledger(run_dir: Path) -> tuple[set[str], dict[str, tuple[str, str]]] | None:
+    """Tries that started, and (kind, reason) of each that has an outcome which a resume did not take back."""
     path = run_dir / "ledger.jsonl"
     if not path.exists():
-        return None, {}
+        return None
     started: set[str] = set()
-    last: dict[str, tuple[str, str]] = {}
+    last: dict[str, dict[str, Any]] = {}
     for line in path.read_text().splitlines():
         try:
             row = json.loads(line)
@@ -258,10 +274,20 @@ def _ledger_claims(run_dir: Path) -> tuple[dict[str, int] | None, dict[str, int]
         if row["event"] == "started":
             started.add(row["try_id"])
         elif row["event"] == "outcome":
-            last[row["try_id"]] = row["kind"], row["reason"] or "unknown"
-    kinds = Counter(kind for kind, _ in last.values())
-    causes = Counter(reason for kind, reason in last.values() if kind == "masked")
-    return {"started": len(started), **{kind: kinds[kind] for kind in KINDS}}, dict(sorted(causes.items()))
+            last[row["try_id"]] = row
+        else:
+            again = [try_id for try_id, outcome in last.items() if _taken_back(outcome, row["iteration"])]
+            for try_id in again:
+                del last[try_id]
+    return started, {try_id: (row["kind"], row["reason"] or "unknown") for try_id, row in last.items()}
+
+
+def _taken_back(outcome: Mapping[str, Any], resumed: int) -> bool:
+    """A resume at iteration k trains k and later again, and evaluates what comes after k; at 0 it makes everything."""
+    if outcome["kind"] in WITHOUT_ATTEMPT:
+        return False
+    later = outcome["iteration"] > resumed
+    return later or (outcome["iteration"] == resumed and (outcome["purpose"] == "train" or resumed == 0))
 
 
 def _note_difference(result: Recount, source: str, name: str, ours: Any, theirs: Any) -> None:

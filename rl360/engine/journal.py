@@ -69,7 +69,7 @@ class Journal:
 
 
 class Trajectories:
-    """Rows of decided tries by iteration, each readable alone through the index.
+    """Rows of decided tries by iteration, each readable alone through the index. Writing is thread-safe.
 
     A row is `attempt_to_json` plus `"outcome": {"kind", "reason"}`; a try without an attempt has `spec`, `outcome` and
     `format` only. An index line has try_id, attempt_id, group_id, task_id, iteration, purpose, kind, reason, stop,
@@ -78,6 +78,7 @@ class Trajectories:
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = Path(run_dir) / "trajectories"
+        self._lock = threading.Lock()
         self._mended: set[int] = set()
 
     def path(self, iteration: int) -> Path:
@@ -100,8 +101,9 @@ class Trajectories:
             row = {**row, "outcome": {"kind": outcome.kind.value, "reason": outcome.reason}}
             by_iteration.setdefault(spec.iteration, []).append(row)
         self.folder.mkdir(parents=True, exist_ok=True)
-        for iteration, found in by_iteration.items():
-            self._append(iteration, found)
+        with self._lock:
+            for iteration, found in by_iteration.items():
+                self._append(iteration, found)
 
     def iterations(self) -> list[int]:
         """Those that have a file, in order."""

@@ -16,9 +16,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import rl360
+from rl360.config.schemas import RootConfig
 from rl360.engine.frames import replace_file
 from rl360.engine.journal import Trajectories
 from rl360.types import OutcomeKind, Purpose
@@ -48,7 +49,7 @@ def summarize(
     """
     if exit_reason not in EXIT_REASONS:
         raise ValueError(f"exit_reason {exit_reason!r}; expected one of {', '.join(EXIT_REASONS)}")
-    by_iteration = _training_attempts(Path(run_dir), iterations)
+    by_iteration = _training_attempts(Path(run_dir), 0, iterations)
     means = [m for rows in by_iteration if (m := _mean(row["reward"] for row in rows)) is not None]
     return {
         "exit_reason": exit_reason,
@@ -67,6 +68,27 @@ def summarize(
         "code_version": code_version(),
         "packages": packages(),
     }
+
+
+class Counts(Protocol):
+    """What the run record tells of the ledger."""
+
+    def counts(self) -> dict[str, int]: ...
+    def masked_by_cause(self) -> dict[str, int]: ...
+
+
+def summarize_run(config: RootConfig, run_dir: Path, record: Counts, reason: str, *, wall_s: float) -> dict[str, Any]:
+    """`summarize` for a run that just ended: as many iterations as have decided training attempts."""
+    done = [i for i in Trajectories(run_dir).iterations() if _training_attempts(run_dir, i, i + 1)]
+    return summarize(
+        run_dir,
+        exit_reason=reason,
+        iterations=max(done, default=-1) + 1,
+        seed=config.seed,
+        wall_s=wall_s,
+        attempts=record.counts(),
+        masked_by_cause=record.masked_by_cause(),
+    )
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
@@ -103,13 +125,13 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _training_attempts(run_dir: Path, iterations: int) -> list[list[dict[str, Any]]]:
-    """Index lines of decided training tries, one list an iteration that has any, in order."""
+def _training_attempts(run_dir: Path, begin: int, end: int) -> list[list[dict[str, Any]]]:
+    """Index lines of decided training tries, one list an iteration in [begin, end) that has any."""
     trajectories = Trajectories(run_dir)
     found = [
         [line for line in trajectories.index(i) if line["purpose"] == Purpose.TRAIN and line["kind"] in DECIDED]
         for i in trajectories.iterations()
-        if i < iterations
+        if begin <= i < end
     ]
     return [rows for rows in found if rows]
 

@@ -61,6 +61,9 @@ SCALARS = (
     Scalar("perf/trajectories_per_gpu_hour", "1/(GPU h)", "Finished attempts an hour and GPU"),
     Scalar("eval/success_rate", "share", "Evaluation attempts that solved their task, on tasks never trained on"),
     Scalar("eval/reward_mean", "", "Mean reward of the evaluation attempts"),
+    Scalar("eval/samples", "attempts", "Evaluation attempts with a verdict"),
+    Scalar("eval/version", "", "Weight version that the evaluation was pinned to"),
+    Scalar("eval/task/<task>/success_rate", "share", "Evaluation attempts that solved this task"),
     Scalar("final/<key>", "", "This key of summary.json, so that runs compare in the hparams view"),
 )
 

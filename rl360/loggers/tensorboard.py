@@ -12,7 +12,6 @@ made again, so scalars of that one step that the resumed run does not log itself
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -62,7 +61,7 @@ class TensorBoardLogger:
             self._scalar(iteration, name, float(value))
 
     def log_text(self, iteration: int, name: str, text: str) -> None:
-        """Shown as it is, in a fixed-width font; cut after TEXT_CHARS."""
+        """Markdown; cut after TEXT_CHARS."""
         import numpy as np
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.text import metadata
@@ -72,7 +71,7 @@ class TensorBoardLogger:
         value = Summary.Value(
             tag=name,
             metadata=metadata.create_summary_metadata(display_name=name, description=""),
-            tensor=make_tensor_proto(np.array([_fenced(text).encode()], dtype=object)),
+            tensor=make_tensor_proto(np.array([_cut(text).encode()], dtype=object)),
         )
         self._write(Summary(value=[value]), iteration)
 
@@ -192,10 +191,7 @@ def _scalars_at(files: list[Path], iteration: int) -> dict[str, float]:
     return found
 
 
-def _fenced(text: str) -> str:
-    """As a Markdown code block, whatever backticks the text has."""
-    if len(text) > TEXT_CHARS:
-        text = f"{text[:TEXT_CHARS]}\n... cut after {TEXT_CHARS} of {len(text)} characters"
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}\n{text}\n{fence}"
+def _cut(text: str) -> str:
+    if len(text) <= TEXT_CHARS:
+        return text
+    return f"{text[:TEXT_CHARS]}\n... cut after {TEXT_CHARS} of {len(text)} characters"

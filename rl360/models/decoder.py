@@ -251,10 +251,13 @@ class Decoder(nn.Module):
         needed = int(positions_N.max()) + 1 if positions_N.numel() else 1
         table = self._rotary
         if table is None or table[0].shape[0] < needed or table[0].device != positions_N.device:
-            table = self._rotary = rotary_table(max(needed, 1024), self.config.head_dim, self.config.rope_theta)
-            table = self._rotary = (table[0].to(positions_N.device), table[1].to(positions_N.device))
-        cos, sin = (part[positions_N].to(self.dtype).unsqueeze(1) for part in table)
-        return cos, sin
+            # The engine may be the first to come here, in inference mode; the trainer needs an ordinary tensor.
+            with torch.inference_mode(False), torch.no_grad():
+                # Doubling: a sequence that grows token by token makes few tables.
+                size = max(needed, 1024, 0 if table is None else 2 * table[0].shape[0])
+                cos, sin = rotary_table(size, self.config.head_dim, self.config.rope_theta)
+                table = self._rotary = (cos.to(positions_N.device), sin.to(positions_N.device))
+        return table[0][positions_N].to(self.dtype).unsqueeze(1), table[1][positions_N].to(self.dtype).unsqueeze(1)
 
 
 def rotary_table(num_positions: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

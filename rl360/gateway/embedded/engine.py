@@ -1,0 +1,441 @@
+"""The embedded engine: continuous batching over a `Decoder` that it shares with the trainer, weights and all.
+
+In: requests (`submit`), control (`pause`, `abort`, `drain`, `set_version`), from any thread. Out: finished requests,
+through their callbacks on the engine's own thread. One step is one forward pass over the next token of every running
+row and a bounded number of prompt tokens; requests join and leave between steps. HTTP is left to
+rl360.gateway.embedded.server, the choice of tokens to .sampling, memory to .kv_cache.
+
+Nothing of the model is copied. `drain` keeps the engine still while the trainer changes the weights, and `set_version`
+then gives up every cached key and value, because they belong to the old ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl360.errors import ConfigError
+from rl360.gateway.embedded.attention import StepAttention
+from rl360.gateway.embedded.kv_cache import MIN_SHARED_TOKENS, KVCache, shared_prefix
+from rl360.gateway.embedded.request import Request
+from rl360.gateway.embedded.sampling import SamplingParams, sample, uniforms
+from rl360.gateway.embedded.stops import StopWatch
+from rl360.models.decoder import Decoder
+from rl360.models.loading import load_weights
+
+# Prompt tokens of one step, over all requests: long enough for full speed, short enough that rows which are already
+# decoding wait only a moment.
+PREFILL_TOKENS_PER_STEP = 256
+PAUSE_MODES = ("abort", "retract", "in_place")
+
+logger = logging.getLogger(__name__)
+
+
+class EmbeddedEngine:
+    """See the module's docstring.
+
+    `deterministic`: one request at a time and no reuse of earlier keys and values, so that a rerun is equal bit for
+    bit, whatever arrives when. `seed` is for requests that bring no `sampling_seed` (None: a fresh one each run).
+    `num_threads` are torch's threads in the engine's thread (None: as many as the thread that calls `start`).
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer_dir: Path | str | None,
+        *,
+        max_running_requests: int = 64,
+        kv_cache_gib: float = 1.0,
+        deterministic: bool = False,
+        version: int = 0,
+        seed: int | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        self.decoder = decoder
+        self.version = version
+        self.deterministic = deterministic
+        self.model_dir = None if tokenizer_dir is None else Path(tokenizer_dir)
+        self.tokenizer, self._eos = _read_tokenizer(self.model_dir, decoder)
+        self.max_running_requests = 1 if deterministic else max_running_requests
+        self._cache = KVCache(decoder.config, kv_cache_gib, self.max_running_requests, decoder.dtype, decoder.device)
+        self._seed = secrets.randbits(63) if seed is None else seed
+        self._num_threads = num_threads
+        self._submitted = 0
+
+        self._running: list[Request] = []  # index = row; rows that are decoding come first
+        self._waiting: list[Request] = []  # first come, first served
+        self._paused = False
+        self._closing = False
+        self._holds = 0  # callers that keep the engine still or are about to
+        self._wake = threading.Condition()  # guards _waiting's tail, _paused, _closing, _holds
+        self._still = threading.RLock()  # held during a step, and by whoever keeps the engine still
+        self._thread: threading.Thread | None = None
+        self.steps = self.generated_tokens = self.prefilled_tokens = 0
+
+    # --- from any thread -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        if self._thread is None:
+            threads = self._num_threads or torch.get_num_threads()
+            self._thread = threading.Thread(target=self._loop, args=(threads,), name="embedded-engine", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after the step in hand, and abort what is open."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.abort(None, "The engine is closed.")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs; a paused or busy engine is alive."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of one request, prompt and output: the model's context, or what the KV cache can hold."""
+        return min(self.decoder.config.max_positions, self._cache.longest_row)
+
+    def submit(
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        rid: str,
+        on_finish: Callable[[], None],
+        on_token: Callable[[], None] | None = None,
+    ) -> Request:
+        """Queue a request. Callbacks come on the engine's thread and must return at once.
+
+        Raises `ValueError` for a request that can never run; the text is for the client.
+        """
+        vocab = self.decoder.config.vocab_size
+        tokens = np.asarray(input_ids, dtype=np.int64)
+        if tokens.ndim != 1 or not tokens.size:
+            raise ValueError("input_ids must be a non-empty list of token ids.")
+        if tokens.min() < 0 or tokens.max() >= vocab:
+            raise ValueError(f"input_ids must be in [0, {vocab}), got {tokens.min()} to {tokens.max()}.")
+        if tokens.size >= self.max_tokens:
+            raise ValueError(
+                f"The input ({tokens.size} tokens) is longer than the model's context length "
+                f"({self.max_tokens} tokens)."
+            )
+        if (params.stop or params.stop_regex) and self.tokenizer is None:
+            raise ValueError("stop and stop_regex need a tokenizer, and this engine has none.")
+        with self._wake:
+            self._submitted += 1
+            number = self._submitted
+        own_seed = int(uniforms([self._seed], [number])[0] * 2**53)
+        params = params.with_limits(own_seed, self.max_tokens - tokens.size)
+        room = np.empty(tokens.size + (params.max_new_tokens or 0), dtype=np.int64)
+        room[: tokens.size] = tokens
+        watched = params.stop or params.stop_regex
+        request = Request(
+            rid=rid,
+            params=params,
+            prompt_tokens=tokens.size,
+            tokens=room,
+            length=tokens.size,
+            watch=StopWatch(self.tokenizer, params) if watched and self.tokenizer is not None else None,
+            end_tokens=frozenset() if params.ignore_eos else self._eos.union(params.stop_token_ids),
+            on_finish=on_finish,
+            on_token=on_token,
+        )
+        if params.max_new_tokens == 0:
+            request.finish_reason = {"type": "length", "length": 0}
+            on_finish()
+            return request
+        with self._wake:
+            if self._closing:
+                raise ValueError("The engine is closed.")
+            self._waiting.append(request)
+            self._wake.notify_all()
+        return request
+
+    @contextlib.contextmanager
+    def _hold(self) -> Iterator[None]:
+        """Keep the engine still: enter after the step in hand; no step begins before leaving. Nests in one thread."""
+        with self._wake:
+            self._holds += 1
+        try:
+            with self._still:
+                yield
+        finally:
+            with self._wake:
+                self._holds -= 1
+                self._wake.notify_all()
+
+    @contextlib.contextmanager
+    def drain(self) -> Iterator[None]:
+        """`with engine.drain():` no forward runs inside, so weights may change. Gives the idle cache's memory back.
+
+        Requests that are still running stay; `set_version` makes them go on under the new weights.
+        """
+        with self._hold():
+            if not self._running:
+                self._cache.release()
+            yield
+
+    def set_version(self, version: int) -> None:
+        """Say that the weights are now those of `version`. Running requests compute their history again under them."""
+        with self._hold():
+            self._retract_all()
+            self._cache.forget()
+            self.version = version
+
+    def load_weights(self, folder: Path, version: int | None) -> None:
+        """Copy a checkpoint into the shared decoder, between steps. Raises `CheckpointError` and changes nothing."""
+        with self._hold():
+            load_weights(self.decoder, folder)
+            self.set_version(self.version if version is None else version)
+
+    def pause(self, mode: str = "abort") -> None:
+        """Begin no step until `resume`. abort: end every request; retract: free their rows; in_place: keep them."""
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"Invalid mode: {mode!r}. Expected one of {list(PAUSE_MODES)}.")
+        with self._hold():
+            with self._wake:
+                self._paused = True
+            if mode == "abort":
+                self.abort(None, "Aborted by pause_generation.")
+            elif mode == "retract":
+                self._retract_all()
+
+    def resume(self) -> None:
+        with self._wake:
+            self._paused = False
+            self._wake.notify_all()
+
+    def abort(self, rid: str | None, message: str = "Aborted by abort_request.") -> int:
+        """End one request, or all with None; they keep what they have generated. Returns how many there were."""
+        with self._hold():
+            with self._wake:
+                chosen = [r for r in self._waiting if rid is None or r.rid == rid]
+                self._waiting = [r for r in self._waiting if r not in chosen]
+            rows = [row for row, r in enumerate(self._running) if rid is None or r.rid == rid]
+            chosen += [self._running[row] for row in rows]
+            for request in chosen:
+                request.finish_reason = {"type": "abort", "message": message, "status_code": None, "err_type": None}
+            self._leave(rows)
+            for request in chosen:
+                request.on_finish()
+            return len(chosen)
+
+    def flush(self) -> bool:
+        """Forget cached sequences. False, and nothing done, while requests run or wait for a row."""
+        with self._hold():
+            if self._running or (self._waiting and not self._paused):
+                return False
+            self._cache.forget()
+            self._cache.release()
+            return True
+
+    def state(self) -> dict[str, Any]:
+        """Counts for /server_info; read without waiting for a step."""
+        return {
+            "num_running_reqs": len(self._running),
+            "num_waiting_reqs": len(self._waiting),
+            "is_paused": self._paused,
+            "generated_tokens": self.generated_tokens,
+            "prefilled_tokens": self.prefilled_tokens,
+            "steps": self.steps,
+            "kv_used_tokens": self._cache.used_tokens,
+            "max_total_num_tokens": self._cache.capacity_tokens,
+            "kv_evictions": self._cache.evictions,
+        }
+
+    # --- on the engine's thread ------------------------------------------------------------------------------------
+
+    def _loop(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        while True:
+            with self._wake:
+                while not self._closing and (self._holds or self._paused or not (self._running or self._waiting)):
+                    self._wake.wait()
+                if self._closing:
+                    return
+            with self._still:
+                if self._holds or self._paused:  # someone came in between
+                    continue
+                try:
+                    self._step()
+                except Exception as error:  # whatever it was, no client may wait for ever
+                    logger.exception("engine step failed")
+                    self.abort(None, f"The engine failed: {error!r}")
+                    self._cache.forget()
+                    self._cache.release()
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """Admit, compute one token of every decoding row and some prompt tokens, sample, let finished ones leave."""
+        self._admit()
+        if not self._running:
+            return
+        decoding = sum(r.decoding for r in self._running)
+        spans = [(r.computed, r.length) for r in self._running[:decoding]]
+        budget = PREFILL_TOKENS_PER_STEP
+        for request in self._running[decoding:]:
+            if budget <= 0:
+                break
+            end = min(request.length, request.computed + budget)
+            spans.append((request.computed, end))
+            budget -= end - request.computed
+        batch = self._running[: len(spans)]
+
+        device = self.decoder.device
+        ids = np.concatenate([r.tokens[start:end] for r, (start, end) in zip(batch, spans, strict=True)])
+        positions = np.concatenate([np.arange(start, end) for start, end in spans])
+        attention = StepAttention(self._cache.layers, decoding, spans, device)
+        hidden_NC = self.decoder.hidden(
+            torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), attention
+        )
+        last = np.cumsum([end - start for start, end in spans]) - 1
+        for request, (_, end) in zip(batch, spans, strict=True):
+            request.computed = end
+        self.steps += 1
+        self.prefilled_tokens += sum(end - start for start, end in spans[decoding:])
+        ready = [row for row, request in enumerate(batch) if request.computed == request.length]
+        if ready:
+            self._sample(batch, ready, hidden_NC, last)
+
+    def _sample(self, batch: list[Request], ready: list[int], hidden_NC: Tensor, last: np.ndarray) -> None:
+        if len(ready) < hidden_NC.shape[0]:
+            hidden_NC = hidden_NC[torch.from_numpy(last[ready]).to(hidden_NC.device)]
+        requests = [batch[row] for row in ready]
+        forbidden = {i: f for i, r in enumerate(requests) if r.params.min_new_tokens and (f := r.forbidden())}
+        ids, logprobs = sample(
+            self.decoder.logits(hidden_NC), [r.params for r in requests], [r.length for r in requests], forbidden
+        )
+        for request, token, logprob in zip(requests, ids, logprobs, strict=True):
+            request.append(token, logprob, self.version)
+        self.generated_tokens += len(ids)
+        finished = [row for row, request in zip(ready, requests, strict=True) if request.finish_reason is not None]
+        if not self.deterministic:
+            for row in finished:
+                self._cache.keep(row, batch[row].tokens[: batch[row].computed])
+        self._leave(finished)
+        for request in requests:
+            if request.finish_reason is not None:
+                request.on_finish()
+            elif request.on_token is not None:
+                request.on_token()
+
+    def _admit(self) -> None:
+        """Give rows to waiting requests, in order, while there is room."""
+        with self._wake:
+            waiting = list(self._waiting)
+        admitted: list[Request] = []
+        for request in waiting:
+            if len(self._running) >= self.max_running_requests:
+                break
+            if self._follows_a_prefill(request):
+                continue  # a step or two later it copies what is being computed now
+            width = max([request.reserve, *(r.reserve for r in self._running)])
+            wanted = len(self._running) + len(waiting) - len(admitted)
+            lengths = [r.computed for r in self._running]
+            if not self._cache.reserve(len(self._running) + 1, width, wanted, lengths):
+                break  # first come, first served: a smaller one behind it waits too, so that none starves
+            self._join(request)
+            admitted.append(request)
+        if admitted:
+            with self._wake:
+                self._waiting = [r for r in self._waiting if r not in admitted]
+
+    def _follows_a_prefill(self, request: Request) -> bool:
+        """Whether more of this request's beginning is being computed for another than is there already."""
+        if self.deterministic:
+            return False
+        tokens = request.tokens[: request.length]
+        for other in self._running:
+            if not other.decoding:
+                shared = shared_prefix(other.tokens[: other.length], tokens)
+                if shared >= other.computed + MIN_SHARED_TOKENS:
+                    return True
+        return False
+
+    def _join(self, request: Request) -> None:
+        row = len(self._running)
+        reused = 0 if self.deterministic else self._reuse(request, row)
+        request.computed = reused
+        if not request.started:
+            request.started = True
+            request.cached_tokens = reused
+        self._running.append(request)
+        front = sum(r.decoding for r in self._running[:row])
+        if request.decoding and front < row:  # decoding rows stay in front of those still in their prompt
+            other = self._running[front]
+            self._cache.swap_rows(front, row, max(other.computed, request.computed))
+            self._running[front], self._running[row] = request, other
+
+    def _reuse(self, request: Request, row: int) -> int:
+        """Copy the longest known beginning into the row. Returns its length; the last token is always computed."""
+        tokens = request.tokens[: request.length - 1]
+        source, shared = None, 0
+        for index, other in enumerate(self._running):
+            size = shared_prefix(other.tokens[: other.computed], tokens)
+            if size > shared:
+                source, shared = index, size
+        kept, kept_size = self._cache.find(tokens)
+        if max(shared, kept_size) < MIN_SHARED_TOKENS:
+            return 0
+        if kept is not None and kept_size > shared:
+            self._cache.restore(kept, row, kept_size)
+            return kept_size
+        assert source is not None
+        self._cache.copy_row(source, row, shared)
+        return shared
+
+    def _leave(self, rows: list[int]) -> None:
+        """Take rows out; the last decoding row, and then the last row of all, fill the gap."""
+        for row in sorted(rows, reverse=True):
+            last_decoding = sum(r.decoding for r in self._running) - 1
+            gaps = [row] if row >= last_decoding else [row, last_decoding]
+            for gap, filler in zip(gaps, [*gaps[1:], len(self._running) - 1], strict=True):
+                self._cache.copy_row(filler, gap, self._running[filler].computed)
+                self._running[gap] = self._running[filler]
+            self._running.pop()
+
+    def _retract_all(self) -> None:
+        retracted, self._running = self._running, []
+        for request in retracted:
+            request.computed = 0
+            request.retractions += 1
+        with self._wake:
+            self._waiting = retracted + self._waiting
+
+
+def _read_tokenizer(folder: Path | None, decoder: Decoder) -> tuple[Any, frozenset[int]]:
+    """The tokenizer (None without a folder), and every id that ends a text: of the model, its generation config and
+    its tokenizer."""
+    ends = set(decoder.config.eos_token_ids)
+    if folder is None:
+        return None, frozenset(ends)
+    from tokenizers import Tokenizer
+
+    generation_config = folder / "generation_config.json"
+    if generation_config.is_file():
+        eos = json.loads(generation_config.read_text()).get("eos_token_id")
+        ends.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{path}: not found; the embedded engine needs it to stop at strings (rl360 model fetch)")
+    tokenizer = Tokenizer.from_file(str(path))
+    named = folder / "tokenizer_config.json"
+    if named.is_file():
+        eos = json.loads(named.read_text()).get("eos_token")
+        eos_id = tokenizer.token_to_id(eos["content"] if isinstance(eos, dict) else eos) if eos else None
+        ends.update([] if eos_id is None else [eos_id])
+    return tokenizer, frozenset(ends)

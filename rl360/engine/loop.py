@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rl360.diagnostics.cpu import process_tree_cpu_s
 from rl360.engine.evaluation import Evaluator
 from rl360.engine.metrics import outcome_metrics, rollout_metrics
 from rl360.engine.record import RunRecord, outcome_of
@@ -73,7 +74,7 @@ class TrainingLoop:
         self.leave_resumable()
 
     def iterate(self) -> None:
-        began = time.monotonic()
+        began, cpu_began = time.monotonic(), process_tree_cpu_s()
         iteration = self.state.iteration
         with self.watchdog.stage("rollout"):
             groups = self.collect(iteration)
@@ -94,6 +95,7 @@ class TrainingLoop:
             "time/rollout_s": rollout_s,
             "time/publish_s": publish_s,
             "time/step_s": time.monotonic() - began,
+            "time/cpu_s": process_tree_cpu_s() - cpu_began,
         }
         metrics.update(throughput(metrics, groups))
         self.record.metrics(iteration, metrics, groups)

@@ -73,17 +73,14 @@ class TrialWorker:
         return self._sandbox["import_path"] == _LOCAL_SANDBOX
 
     async def start(self) -> None:
-        """Import Harbor, make the base root file system, remove what killed runs left. Raises when sandboxes cannot be."""
+        """Import Harbor, make the base root file system, remove what killed runs left. Raises if sandboxes cannot be."""
         os.environ.update(_HARBOR_ENV)
         await asyncio.to_thread(self._prepare)
 
     def _prepare(self) -> None:
-        import harbor.trial.single_step
-        import harbor.verifier.verifier  # noqa: F401
+        from rl360.rollout.harbor_trial import TaskCache
 
-        from rl360.rollout import harbor_speedups
-
-        harbor_speedups.install()
+        self._tasks = TaskCache()
         self._trials_dir.mkdir(parents=True, exist_ok=True)
         if self._is_local:
             from rl360.sandboxes.local.environment import open_host
@@ -113,8 +110,6 @@ class TrialWorker:
             await asyncio.sleep(start - now)
 
     async def _run(self, spec: AttemptSpec, base_url: str, queue_s: float) -> TrialResult:
-        from harbor.trial.trial import Trial
-
         name = _trial_name(spec)
         trial_dir = self._trials_dir / name
         began = time.monotonic()
@@ -122,7 +117,7 @@ class TrialWorker:
         failure: tuple[str, str] | None = None
         try:
             async with asyncio.timeout(self._trial_timeout_s):
-                trial = await Trial.create(self._config(spec, base_url, name))
+                trial = await self._tasks.create(self._config(spec, base_url, name))
                 _add_hooks(trial)
                 await trial.run()
         except TimeoutError:

@@ -1,6 +1,6 @@
 """What this machine can sandbox with: bubblewrap, user namespaces, overlayfs, control groups. For check and doctor.
 
-In: whether unprivileged sandboxes are wanted. Out: an `Report`: each ability with the reason when it lacks and what to
+In: whether unprivileged sandboxes are wanted. Out: a `Report`: each ability with the reason when it lacks and what to
 do about it. Left to others: using them. Imports neither Harbor nor torch and takes less than 0.3 s: one probe process
 tries the real calls, because version numbers and sysctls say little about containers and security modules.
 """

@@ -48,7 +48,7 @@ class Hierarchy:
 
 
 def find(root: Path = _ROOT, self_cgroup: Path = Path("/proc/self/cgroup")) -> Hierarchy:
-    """Find where this process may make groups. Changes nothing but, in a v2 container, which leaf its processes are in."""
+    """Find where this process may make groups. In a v2 container its processes may be moved to a leaf for it."""
     try:
         rows = [line.split(":", 2) for line in self_cgroup.read_text().splitlines()]
     except OSError as error:

@@ -1,8 +1,9 @@
 """Who owns which sandbox, and removal of what a killed run left behind.
 
-In: the state folder. Out: one owner folder per trial worker, named by run, pid and start time; after a kill -9, the next
-start removes the processes, control groups and folders of owners that no longer run. Left to others: the clean end of
-a live owner (keeper.py). Mounts need no removal: they live in the sandboxes' own mount namespaces. Standard library only.
+In: the state folder. Out: one owner folder per trial worker, named by run, pid and start time; after a kill -9, the
+next start removes the processes, control groups and folders of owners that no longer run. Left to others: the clean end
+of a live owner (keeper.py). Mounts need no removal: they live in the sandboxes' own mount namespaces. Standard library
+only.
 """
 
 from __future__ import annotations

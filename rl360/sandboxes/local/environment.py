@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ class Host:
 
 # Harbor makes environments from an import path and JSON keywords, so what they share in a process is found here.
 _hosts: dict[tuple[str, str, bool], Host] = {}
+_hosts_lock = threading.Lock()
 
 
 def open_host(cache_dir: Path, base: str, unprivileged: bool, run_id: str) -> Host:
@@ -65,24 +67,26 @@ def open_host(cache_dir: Path, base: str, unprivileged: bool, run_id: str) -> Ho
     Raises SandboxBuildFailedError that says what is missing and what to do.
     """
     key = (str(cache_dir), base, unprivileged)
-    if key not in _hosts:
-        report = abilities.probe(unprivileged=unprivileged)
-        if report.problems:
-            raise SandboxBuildFailedError("; ".join(report.problems))
-        try:
-            root = rootfs.resolve(base, cache_dir)
-        except rootfs.BaseError as error:
-            raise SandboxBuildFailedError(str(error)) from error
-        hierarchy = cgroups.find()
-        keeper = Keeper(cache_dir / "owners", run_id, hierarchy)
-        _hosts[key] = Host(root, hierarchy, report.root_mode, report.userns, cache_dir, keeper, run_id)
-    return _hosts[key]
+    with _hosts_lock:
+        if key not in _hosts:
+            report = abilities.probe(unprivileged=unprivileged)
+            if report.problems:
+                raise SandboxBuildFailedError("; ".join(report.problems))
+            try:
+                root = rootfs.resolve(base, cache_dir)
+            except rootfs.BaseError as error:
+                raise SandboxBuildFailedError(str(error)) from error
+            hierarchy = cgroups.find()
+            keeper = Keeper(cache_dir / "owners", run_id, hierarchy)
+            _hosts[key] = Host(root, hierarchy, report.root_mode, report.userns, cache_dir, keeper, run_id)
+        return _hosts[key]
 
 
 def close_hosts() -> None:
     """End every sandbox of this process and remove what it owns."""
-    while _hosts:
-        _hosts.popitem()[1].keeper.close()
+    with _hosts_lock:
+        while _hosts:
+            _hosts.popitem()[1].keeper.close()
 
 
 class LocalSandbox(BaseEnvironment):
@@ -205,8 +209,8 @@ class LocalSandbox(BaseEnvironment):
             return False
         if not self._network_allowed:
             raise SandboxBuildFailedError(
-                f"{self.environment_name}: the task asks for network_mode={self._network_policy.network_mode.value!r} and "
-                "sandbox.network is false; set it to true or leave the task out"
+                f"{self.environment_name}: the task asks for network_mode={self._network_policy.network_mode.value!r} "
+                "and sandbox.network is false; set it to true or leave the task out"
             )
         return True
 

@@ -55,6 +55,7 @@ def main(control_fd: int, owner_dir: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(control_fd, False)  # or every sandbox would hold the keeper's control socket
     control = socket.socket(fileno=control_fd)
+    syscalls.become_subreaper()
     wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)

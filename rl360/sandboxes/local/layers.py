@@ -59,7 +59,7 @@ def base_trees(base: Base) -> Trees:
 
 def stacked(base: Base, layer: Path, mode: str) -> Trees:
     """The layer on top of the base. Without overlayfs a layer is a whole copy of the root tree, and replaces it."""
-    trees = []
+    trees: list[tuple[str, tuple[str, ...]]] = []
     for index, (name, lower) in enumerate(base.trees):
         upper = str(layer / f"upper{index}")
         if mode == "copy":
@@ -100,7 +100,7 @@ async def ensure(
 async def _lock(path: Path) -> AsyncIterator[None]:
     """A file lock that waits without blocking the event loop and is released when the waiter is cancelled."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
+    with open(path, "a") as file:  # noqa: ASYNC230  (an empty file; the waiting below does not block)
         while True:
             try:
                 flock(file, LOCK_EX | LOCK_NB)

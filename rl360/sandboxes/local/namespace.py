@@ -163,9 +163,10 @@ class Keeper:
                 self._gone.clear()
                 return
             event = json.loads(data)
-            future = self._gone.pop(event["id"], None)
-            if future is not None and not future.done():
-                future.set_result(event)
+            if event["id"] in self._gone:
+                future = self._gone.pop(event["id"])
+                if not future.done():
+                    future.set_result(event)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End every sandbox, remove the owner folder and wait for the keeper."""
@@ -483,10 +484,10 @@ class SandboxProcess:
 
 
 async def _readable(loop: asyncio.AbstractEventLoop, fd: int) -> None:
-    future = loop.create_future()
-    loop.add_reader(fd, lambda: future.done() or future.set_result(None))
+    event = asyncio.Event()
+    loop.add_reader(fd, event.set)
     try:
         async with asyncio.timeout(_FIRST_ANSWER_S):
-            await future
+            await event.wait()
     finally:
         loop.remove_reader(fd)

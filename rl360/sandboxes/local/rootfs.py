@@ -200,8 +200,8 @@ def _debootstrap(cache_dir: Path) -> Base:
             tool = shutil.which("debootstrap")
             if tool is None or os.getuid() != 0:
                 raise BaseError(
-                    "sandbox.base=debootstrap needs root and the debootstrap program (apt-get install debootstrap), once; "
-                    f"or put a root file system at {folder}"
+                    "sandbox.base=debootstrap needs root and the debootstrap program (apt-get install debootstrap) "
+                    f"once; or put a root file system at {folder}"
                 )
             temporary = folder.with_suffix(f".tmp{os.getpid()}")
             shutil.rmtree(temporary, ignore_errors=True)

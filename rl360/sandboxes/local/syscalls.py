@@ -21,6 +21,7 @@ MS_PRIVATE = 0x40000
 MNT_DETACH = 0x2
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _SYS_OPENAT2 = 437  # the same number on every architecture (added after the tables were unified)
 _RESOLVE_NO_MAGICLINKS = 0x02
 _RESOLVE_IN_ROOT = 0x10
@@ -57,6 +58,11 @@ def umount(target: str) -> None:
 def set_parent_death_signal(number: int) -> None:
     """The kernel sends `number` to this process when the thread that started it ends."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl PDEATHSIG")
+
+
+def become_subreaper() -> None:
+    """Orphans below this process become its children, so it reaps them and their CPU time is counted as its own."""
+    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl CHILD_SUBREAPER")
 
 
 def open_in_root(root_fd: int, path: str, flags: int, mode: int = 0) -> int:

@@ -30,6 +30,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from rl360.config.locate import conf_folder
 from rl360.config.names import suggestion
@@ -192,7 +193,7 @@ def _override_problem(loader: ConfigLoader, request: Request, override: Override
     options = _options(loader, request, name)
     if not options:
         if "/" in name or override.package is not None:
-            groups = loader.get_group_options("", ObjectType.GROUP, request.config_name, [])
+            groups = loader.get_group_options("", ObjectType.GROUP, request.config_name, _search_paths(request))
             return f"{name}: no such group{suggestion(name, groups)}"
         return None
     if override.is_delete():
@@ -208,7 +209,12 @@ def _override_problem(loader: ConfigLoader, request: Request, override: Override
 def _options(loader: ConfigLoader, request: Request, group: str) -> list[str]:
     if "." in group:
         return []
-    return loader.get_group_options(group, ObjectType.CONFIG, request.config_name, [])
+    return loader.get_group_options(group, ObjectType.CONFIG, request.config_name, _search_paths(request))
+
+
+def _search_paths(request: Request) -> list[str]:
+    """The overrides that add a site's own folders: they decide which options there are."""
+    return [text for text in request.overrides if text.lstrip("+").startswith("hydra.searchpath=")]
 
 
 def _lenient(loader: ConfigLoader, request: Request, override: Override, text: str) -> str:
@@ -223,6 +229,8 @@ def _load(loader: ConfigLoader, request: Request, overrides: Sequence[str], mode
         return loader.load_configuration(
             request.config_name, list(overrides), run_mode=mode, validate_sweep_overrides=mode is RunMode.RUN
         )
+    except YAMLError as error:
+        return f"a config file is not YAML: {' '.join(str(error).split())}"
     except (HydraException, OmegaConfBaseException, ConfigError, OSError, ValueError, TypeError) as error:
         return _readable(error, request)
 
@@ -295,5 +303,9 @@ def _readable(error: Exception, request: Request) -> str:
         return f"config {match[1]}: no such file in {os.pathsep.join(folders)}{suggestion(match[1], known)}"
     if match := re.search(r"In '([^']*)': Could not find '([^']*)'", text):
         options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
-        return f"{match[1]}: no such option {match[2]}{suggestion(match[2].rpartition('/')[2], options)}"
-    return _first_line(error)
+        return f"no such option {match[2]}{suggestion(match[2].rpartition('/')[2], options)}"
+    if match := re.search(r"In '([^']*)': Could not override '([^']*)'", text):
+        groups = [folder.name for folder in conf_folder().iterdir() if folder.is_dir()]
+        return f"{match[1]}.yaml overrides {match[2]}, which is no group{suggestion(match[2], groups)}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines and lines[0].endswith(":") else _first_line(error)

@@ -1,7 +1,7 @@
 """What this machine has, read without changing it: memory, disk, cores, GPUs.
 
-In: nothing, or a folder. Out: small records and plain numbers. Judging them is left to `check` and to `doctor`, sandboxes
-to rl360.sandboxes.abilities.
+In: nothing, or a folder. Out: small records and plain numbers. Judging them is left to `check` and to `doctor`, and
+sandboxes to rl360.sandboxes.abilities.
 """
 
 from __future__ import annotations

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from rl360.config.compose import Request, compose
+from rl360.config.files import Found
+from rl360.config.resume import changed_tasks, resume_folder, resumed
+from rl360.types import Task
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run folder as a finished start leaves it: quickstart with another seed."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    values = compose(Request(("experiment=quickstart", "seed=7"))).values
+    OmegaConf.save(OmegaConf.create({**values, "output_dir": str(folder)}), folder / "resolved.yaml")
+    return folder
+
+
+def test_the_saved_values_win(run):
+    composed = resumed(Request((f"resume={run}",)), run)
+    assert composed.problems == ()
+    assert (composed.values["seed"], composed.values["name"]) == (7, "quickstart")
+    assert composed.values["resume"] == composed.values["output_dir"] == str(run)
+
+
+def test_listed_keys_may_change_and_only_they(run):
+    changes = ("iterations=20", "logger=[jsonl]", "checkpoint.every=2", "+cluster.no_progress_s=700.0")
+    composed = resumed(Request((f"resume={run}", *changes)), run)
+    assert composed.problems == ()
+    assert composed.values["iterations"] == 20
+    assert list(composed.values["logger"]) == ["jsonl"]
+    assert composed.values["checkpoint"]["every"] == 2
+    assert composed.values["cluster"]["no_progress_s"] == 700.0
+    assert composed.values["trainer"]["learning_rate"] == 2e-5
+
+
+def test_every_other_change_is_named_with_both_values(run):
+    composed = resumed(Request((f"resume={run}", "seed=8", "trainer.learning_rate=0.1", "group_size=8")), run)
+    assert [problem.split(" of the saved")[0] for problem in composed.problems] == [
+        "seed: 8 (seed=8) differs from 7",
+        "trainer.learning_rate: 0.1 (trainer.learning_rate=0.1) differs from 2e-05",
+    ]
+    assert "only iterations, logger, cluster" in composed.problems[0]
+
+
+def test_an_experiment_given_again_must_be_the_saved_one(run):
+    problems = resumed(Request((f"resume={run}", "experiment=quickstart")), run).problems
+    assert [problem.split(" of the")[0] for problem in problems] == ["seed: 0 (experiment=quickstart) differs from 7"]
+    assert resumed(Request((f"resume={run}", "experiment=quickstart", "seed=7")), run).problems == ()
+
+
+def test_a_group_given_again_is_compared_key_by_key(run):
+    assert resumed(Request((f"resume={run}", "algorithm=grpo")), run).problems == ()
+    problems = resumed(Request((f"resume={run}", "algorithm=grpo_std")), run).problems
+    assert sorted(problem.split(":")[0] for problem in problems) == [
+        "algorithm.clip_high",
+        "algorithm.normalize_std",
+        "algorithm.reducer",
+    ]
+
+
+def test_a_moved_folder_is_where_the_run_goes_on(run, tmp_path):
+    moved = run.rename(tmp_path / "elsewhere")
+    assert resumed(Request((f"resume={moved}",)), moved).values["output_dir"] == str(moved)
+
+
+def test_no_run_there(tmp_path):
+    assert resumed(Request(), tmp_path).problems == (
+        f"resume: no resolved.yaml in {tmp_path}; expected the folder of an earlier run",
+    )
+    (tmp_path / "resolved.yaml").write_text("a: [1\n")
+    assert "cannot be read" in resumed(Request(), tmp_path).problems[0]
+    (tmp_path / "resolved.yaml").write_text("- a\n")
+    assert "holds no experiment" in resumed(Request(), tmp_path).problems[0]
+
+
+def test_a_finished_run_with_nothing_left_is_said(run):
+    (run / "summary.json").write_text(json.dumps({"exit_reason": "finished", "iterations": 10}))
+    assert resumed(Request((f"resume={run}",)), run).problems == (
+        "iterations: 10, and the run has done 10; give more, such as iterations=20",
+    )
+    assert resumed(Request((f"resume={run}", "iterations=11")), run).problems == ()
+    (run / "summary.json").write_text(json.dumps({"exit_reason": "interrupted", "iterations": 10}))
+    assert resumed(Request((f"resume={run}",)), run).problems == ()
+
+
+def test_a_changed_data_set_is_noticed(run):
+    def task(task_id: str, content: str) -> Task:
+        return Task(task_id, run, ("coding",), content)
+
+    hashes = {"tasks": {"a": "1", "b": "2"}, "evaluation.tasks": {}}
+    (run / "plan.json").write_text(json.dumps({"task_hashes": hashes}))
+    same = Found(model_dir=run, training=[task("a", "1"), task("b", "2")])
+    assert changed_tasks(run, same) == []
+    other = Found(model_dir=run, training=[task("a", "1"), task("b", "3"), task("c", "4")])
+    assert changed_tasks(run, other) == ["tasks: changed since the run began: b, c; expected the same data set"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "folder"),
+    [
+        (("seed=1",), None),
+        (("resume=null",), None),
+        (("resume=/a/b",), Path("/a/b")),
+        (("+resume='/a/b c'",), Path("/a/b c")),
+    ],
+)
+def test_where_resume_points(overrides, folder):
+    assert resume_folder(Request(overrides)) == folder

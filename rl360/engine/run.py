@@ -30,7 +30,6 @@ from rl360.engine.state import Checkpoint, CheckpointStore, RunState, only_write
 from rl360.engine.summary import summarize, write_summary
 from rl360.engine.watchdog import Watchdog
 from rl360.errors import CheckpointError, Interrupted
-from rl360.loggers.console import ConsoleLogger
 from rl360.rollout.queue import RolloutEvents
 from rl360.tasks.cursor import TaskCursor
 from rl360.types import Sampling
@@ -167,7 +166,7 @@ def _evaluator(config: RootConfig, tasks: list[Any]) -> Evaluator | None:
 
 def _start_loggers(record: RunRecord, parts: Components, run_dir: Path, resolved: DictConfig) -> None:
     flat: Mapping[str, Any] = OmegaConf.to_container(resolved)  # type: ignore[assignment]
-    record.loggers = [*parts.loggers.values(), ConsoleLogger()]
+    record.loggers = list(parts.loggers.values())
     for logger in record.loggers:
         logger.start(run_dir, flat)
 

@@ -88,7 +88,7 @@ class ProxyWorker:
         tokenizer = await loop.run_in_executor(self._executor, TextTokenizer.from_folder, self._tokenizer_dir)
         template = await loop.run_in_executor(self._executor, ChatTemplate, tokenizer)
         self._engines: list[Engine] = [
-            HttpEngine(url, timeout_s=self._timeout_s, api_key=self._api_key) for url in self._engine_urls
+            HttpEngine(url, request_timeout_s=self._timeout_s, api_key=self._api_key) for url in self._engine_urls
         ]
         pool = EnginePool(self._engines, self._timeout_s)
         self._services = Services(tokenizer, template, self._parser, pool, self._executor)

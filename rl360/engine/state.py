@@ -75,30 +75,33 @@ class CheckpointStore:
         self.folder = Path(run_dir) / "checkpoints"
         self.keep_last = keep_last
         self.keep_best = keep_best
+        self._mine: Checkpoint | None = None  # the last one that this object saved
 
     def save(self, state: RunState, write: Callable[[Path], object], best: bool = False) -> Checkpoint:
         """Save and then delete what retention no longer keeps.
 
-        `write` gets a path that does not exist yet, inside an existing folder. An iteration's weights are written once:
-        a second save of the same iteration and version replaces the state alone and does not call `write`.
+        `write` gets a path that does not exist yet, inside an existing folder. This store writes the weights of an
+        iteration once: a second save of the same iteration and version replaces the state alone, without `write`.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
-        final = self.folder / f"iteration-{state.iteration:06d}"
-        had = read_checkpoint(final)
-        if had is not None and (had.state.iteration, had.state.version) == (state.iteration, state.version):
+        mine = read_checkpoint(self._mine.folder) if self._mine is not None else None
+        if mine is not None and (mine.state.iteration, mine.state.version) == (state.iteration, state.version):
+            final = mine.folder
             replace_file(final / STATE, _dump(asdict(state)))
         else:
-            self._write_new(final, state, write)
+            final = self._write_new(state, write)
+        self._mine = Checkpoint(final, state)
         self._point("latest", final)
         if best:
             self._point("best", final)
         self._retain()
-        return Checkpoint(final, state)
+        return self._mine
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint; None when the run has none."""
-        return self._pointed("latest") or next(iter(self.complete()), None)
+        """The newest complete checkpoint; None when the run has none. `latest.json` is for people and scripts: a crash
+        can leave it one behind."""
+        return next(iter(self.complete()), None)
 
     def best(self) -> Checkpoint | None:
         return self._pointed("best")
@@ -106,12 +109,17 @@ class CheckpointStore:
     def complete(self) -> list[Checkpoint]:
         """Every complete checkpoint, the newest first."""
         found = [read_checkpoint(folder) for folder in self.folder.glob("iteration-*")]
-        return sorted((one for one in found if one is not None), key=lambda one: one.state.iteration, reverse=True)
+        whole = (one for one in found if one is not None)
+        return sorted(whole, key=lambda one: (one.state.iteration, _serial(one.folder)), reverse=True)
 
     # ---- inside
 
-    def _write_new(self, final: Path, state: RunState, write: Callable[[Path], object]) -> None:
-        temporary = self.folder / f"{TEMPORARY}{final.name}"
+    def _write_new(self, state: RunState, write: Callable[[Path], object]) -> Path:
+        # A resumed run may come to an iteration that has a folder; that one stays until the new one is complete.
+        name = f"iteration-{state.iteration:06d}"
+        serials = [_serial(folder) for folder in self.folder.glob(f"{name}*")]
+        final = self.folder / (f"{name}-{max(serials) + 1}" if serials else name)
+        temporary = self.folder / f"{TEMPORARY}{name}"
         temporary.mkdir()
         write(temporary / TRAINER)
         if not (temporary / TRAINER).exists():
@@ -120,10 +128,9 @@ class CheckpointStore:
         sizes = {str(p.relative_to(temporary)): p.stat().st_size for p in _files(temporary) if p.name != STATE}
         (temporary / MANIFEST).write_bytes(_dump(sizes))
         _sync_tree(temporary)
-        if final.exists():  # incomplete, or of another version: set aside first, a rename cannot replace a folder
-            os.rename(final, self.folder / f"{TEMPORARY}replaced-{final.name}")
         os.rename(temporary, final)
         sync_folder(self.folder)
+        return final
 
     def _point(self, name: str, target: Path) -> None:
         replace_file(self.folder / f"{name}.json", _dump({"checkpoint": target.name}))
@@ -151,6 +158,8 @@ class CheckpointStore:
     def _remove_leftovers(self) -> None:
         for folder in self.folder.glob(f"{TEMPORARY}*"):
             shutil.rmtree(folder)
+        for half_written in self.folder.glob(".*.json.tmp"):
+            half_written.unlink()
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
@@ -181,6 +190,12 @@ def only_writer(run_dir: Path) -> Iterator[None]:
         lock.write(str(os.getpid()))
         lock.flush()
         yield
+
+
+def _serial(folder: Path) -> int:
+    """1 for `iteration-000004`, 2 for `iteration-000004-2`."""
+    parts = folder.name.split("-")
+    return int(parts[2]) if len(parts) > 2 else 1
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:

@@ -1,0 +1,255 @@
+"""Checkpoints: one complete one through a crash at any step, the right ones kept, the newest found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl360.engine.state import CheckpointStore, RunState, only_writer, read_checkpoint
+from rl360.errors import CheckpointError, RL360Error
+
+
+def weights(version: int):
+    """A trainer that writes two files in a folder of its own."""
+
+    def write(folder: Path) -> None:
+        (folder / "inner").mkdir(parents=True)
+        (folder / "trainer.pt").write_bytes(bytes([version]) * 100)
+        (folder / "inner" / "moments.bin").write_bytes(bytes([version]) * 50)
+
+    return write
+
+
+def version_on_disk(folder: Path) -> int:
+    return (folder / "trainer" / "trainer.pt").read_bytes()[0]
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store.folder.iterdir())
+
+
+def test_state_comes_back_as_saved(tmp_path):
+    state = RunState(3, 2, 12, "ab", 0.5, 2, 61.5, {"numpy": {"state": [1, 2**63]}})
+    CheckpointStore(tmp_path).save(state, weights(2))
+    found = CheckpointStore(tmp_path).latest()
+    assert found is not None
+    assert found.state == state
+    assert found.state.metric_step == 3
+    assert version_on_disk(found.folder) == 2
+    assert found.trainer_folder == found.folder / "trainer"
+
+
+def test_a_new_run_has_no_checkpoint(tmp_path):
+    assert CheckpointStore(tmp_path).latest() is None
+    assert CheckpointStore(tmp_path).best() is None
+    with pytest.raises(RL360Error, match="keep_last"):
+        CheckpointStore(tmp_path, keep_last=0)
+
+
+def test_retention_keeps_the_last_and_the_best(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for iteration in range(1, 6):
+        store.save(RunState(iteration, iteration), weights(iteration), best=iteration == 2)
+    assert names(store) == [
+        "best.json",
+        "iteration-000002",
+        "iteration-000004",
+        "iteration-000005",
+        "latest.json",
+    ]
+    best = store.best()
+    assert best is not None
+    assert best.state.iteration == 2
+    without_best = CheckpointStore(tmp_path, keep_last=1, keep_best=False)
+    without_best.save(RunState(6, 6), weights(6), best=True)
+    without_best.save(RunState(7, 7), weights(7))
+    assert [one.state.iteration for one in without_best.complete()] == [7]
+
+
+def test_a_second_save_of_an_iteration_replaces_the_state_alone(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(RunState(4, 4, best_success_rate=0.1), weights(4))
+
+    def never(folder: Path) -> None:
+        raise AssertionError("weights of this iteration are on disk")
+
+    store.save(RunState(4, 4, best_success_rate=0.9), never, best=True)
+    assert store.latest() == store.best()
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state.best_success_rate == 0.9
+
+
+def test_same_iteration_of_another_version_is_written_anew(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(RunState(4, 3), weights(3))
+    store.save(RunState(4, 4), weights(4))
+    latest = store.latest()
+    assert latest is not None
+    assert (latest.state.version, version_on_disk(latest.folder)) == (4, 4)
+
+
+@pytest.mark.parametrize("damage", ["short", "missing", "no_manifest", "no_state", "half_state"])
+def test_an_incomplete_folder_is_not_a_checkpoint(tmp_path, damage):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    store.save(RunState(1, 1), weights(1))
+    newest = store.save(RunState(2, 2), weights(2)).folder
+    if damage == "short":
+        os.truncate(newest / "trainer" / "trainer.pt", 99)
+    elif damage == "missing":
+        (newest / "trainer" / "inner" / "moments.bin").unlink()
+    elif damage == "no_manifest":
+        (newest / "manifest.json").unlink()
+    elif damage == "no_state":
+        (newest / "state.json").unlink()
+    else:
+        os.truncate(newest / "state.json", 20)
+    assert read_checkpoint(newest) is None
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state.iteration == 1
+    store.save(RunState(2, 2), weights(2))
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state.iteration == 2
+
+
+def test_a_lost_or_broken_pointer_does_not_lose_the_checkpoint(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(RunState(2, 2), weights(2))
+    for damage in ("", "{", json.dumps({"checkpoint": "gone"})):
+        (store.folder / "latest.json").write_text(damage)
+        latest = store.latest()
+        assert latest is not None
+        assert latest.state.iteration == 2
+
+
+def test_a_trainer_that_fails_leaves_the_old_one(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(RunState(1, 1), weights(1))
+
+    def full(folder: Path) -> None:
+        weights(2)(folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        store.save(RunState(2, 2), full)
+    with pytest.raises(CheckpointError, match="wrote nothing"):
+        store.save(RunState(2, 2), lambda folder: None)
+    latest = store.latest()
+    assert latest is not None
+    assert version_on_disk(latest.folder) == 1
+    store.save(RunState(2, 2), weights(2))
+    assert not [name for name in names(store) if name.startswith(".tmp-")]
+
+
+class Crash(BaseException):
+    """The process ends here: nothing that follows may run."""
+
+
+class CrashAt:
+    """Replaces calls that change the disk, and crashes before the n-th of them."""
+
+    CALLS = ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+        self.left = step
+        for name in self.CALLS:
+            monkeypatch.setattr(os, name, self.counted(getattr(os, name)))
+        monkeypatch.setattr(Path, "write_bytes", self.counted(Path.write_bytes))
+
+    def counted(self, call):
+        def counting(*args, **kwargs):
+            self.left -= 1
+            if self.left < 0:
+                raise Crash
+            return call(*args, **kwargs)
+
+        return counting
+
+
+def crash_in_save(store: CheckpointStore, step: int, state: RunState, best: bool) -> bool:
+    """Whether the save crashed before its step-th change of the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        CrashAt(patch, step)
+        try:
+            store.save(state, weights(state.version), best=best)
+        except Crash:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("keep_best", [False, True])
+def test_a_crash_at_any_step_leaves_a_complete_checkpoint(tmp_path, best, keep_best):
+    steps = 0
+    while True:
+        run = tmp_path / str(steps)
+        store = CheckpointStore(run, keep_last=1, keep_best=keep_best)
+        store.save(RunState(1, 1), weights(1), best=True)
+        store.save(RunState(2, 2), weights(2))
+        crashed = crash_in_save(store, steps, RunState(3, 3), best)
+        again = CheckpointStore(run, keep_last=1, keep_best=keep_best)
+        latest = again.latest()
+        assert latest is not None, f"nothing left after a crash at step {steps}"
+        assert latest.state.iteration in (2, 3)
+        assert version_on_disk(latest.folder) == latest.state.version
+        if keep_best:
+            pointed = again.best()
+            assert pointed is not None
+            assert pointed.state.iteration in ((1, 3) if best else (1,))
+        again.save(RunState(4, 4), weights(4))
+        latest = again.latest()
+        assert latest is not None
+        assert latest.state.iteration == 4
+        assert not [name for name in names(again) if name.startswith(".")]
+        if not crashed:
+            break
+        steps += 1
+    assert steps > 15  # every file, folder and rename was a step
+
+
+def test_a_crash_in_a_second_save_of_an_iteration_keeps_it(tmp_path):
+    steps = 0
+    crashed = True
+    while crashed:
+        store = CheckpointStore(tmp_path / str(steps))
+        store.save(RunState(1, 1, wall_s=1.0), weights(1))
+        crashed = crash_in_save(store, steps, RunState(1, 1, wall_s=2.0), best=True)
+        latest = CheckpointStore(tmp_path / str(steps)).latest()
+        assert latest is not None
+        assert latest.state.wall_s in (1.0, 2.0)
+        steps += 1
+
+
+def test_a_resumed_run_that_saves_its_iteration_again_is_safe_at_any_step(tmp_path):
+    """Another process wrote iteration 1: its weights are replaced, since those trained again may differ."""
+    steps = 0
+    crashed = True
+    while crashed:
+        run = tmp_path / str(steps)
+        CheckpointStore(run).save(RunState(1, 1), weights(1))
+        crashed = crash_in_save(CheckpointStore(run), steps, RunState(1, 2), best=False)
+        latest = CheckpointStore(run).latest()
+        assert latest is not None
+        assert version_on_disk(latest.folder) == latest.state.version
+        steps += 1
+    assert latest.state.version == 2
+    assert names(CheckpointStore(run)) == ["iteration-000001-2", "latest.json"]
+
+
+def test_only_one_process_writes_a_run(tmp_path):
+    code = "import sys; from pathlib import Path; from rl360.engine.state import only_writer\n"
+    code += "with only_writer(Path(sys.argv[1])): print('mine')"
+    env = {"PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with only_writer(tmp_path):
+        other = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert f"in use by process {os.getpid()}" in other.stderr
+    free = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert free.stdout == "mine\n"

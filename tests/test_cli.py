@@ -1,0 +1,251 @@
+"""The command line as a user meets it: what is printed, exit codes, what is left on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from rl360 import cli
+from tests.tiny_model import write_tiny_llama
+
+STUB_SITE = Path(__file__).parent / "launchers" / "stub_site"
+
+
+@pytest.fixture
+def arguments(tmp_path, monkeypatch) -> list[str]:
+    """Overrides with which everything is found, run by a launcher that runs nothing, from an empty folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.syspath_prepend(str(STUB_SITE))
+    return [
+        "experiment=quickstart",
+        f"model.path={write_tiny_llama(tmp_path / 'model')}",
+        f"paths.outputs={tmp_path / 'out'}",
+        f"paths.cache={tmp_path / 'cache'}",
+        "cluster._target_=stub_launcher.StubLauncher",
+        "allow_targets=[stub_launcher]",
+    ]
+
+
+@pytest.fixture
+def said(capsys) -> Callable[..., tuple[int, str, str]]:
+    """Call the command; returns exit code, stdout, stderr. A traceback is a failure wherever it is."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(arguments)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    return call
+
+
+def runs(tmp_path: Path) -> list[Path]:
+    return sorted(path.parent for path in (tmp_path / "out").rglob("resolved.yaml"))
+
+
+def test_bare_help_and_version(said):
+    for bare in ((), ("--help",), ("-h",)):
+        code, out, _ = said(*bare)
+        assert code == 0
+        for name in cli.COMMANDS:
+            assert f"rl360 {name}" in out
+    assert said("--version")[1].startswith("rl360 0.")
+
+
+def test_an_unknown_command_suggests_the_near_one(said):
+    code, _, err = said("chek", "experiment=quickstart")
+    assert (code, err) == (2, "rl360 chek: unknown command; did you mean check?\n")
+
+
+@pytest.mark.sandbox
+def test_check_prints_the_plan_and_leaves_nothing(said, arguments, tmp_path):
+    code, out, err = said("check", *arguments)
+    assert (code, err) == (0, "")
+    assert "4 to train on, 4 to evaluate on, all valid" in out
+    assert "4 tasks x 8 attempts = 32 an iteration" in out
+    assert not (tmp_path / "out").exists()
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_check_reports_all_problems_and_exits_1(said, arguments):
+    code, out, err = said(
+        "check", *arguments, "algorithm.clip_hihg=1", "group_size=1", "trainer=torhc", "iterations=x", "seed=1,2"
+    )
+    assert (code, out) == (1, "")
+    for line in (
+        "algorithm.clip_hihg: unknown key for grpo; did you mean clip_high?",
+        "group_size: 1 leaves nothing to compare",
+        "trainer=torhc: no such option; did you mean torch?",
+        "iterations: 'x' is text; expected a whole number",
+        "seed=1,2: several values for one run; add -m",
+    ):
+        assert line in err
+    assert "5 problems; nothing was started" in err
+
+
+def test_run_reports_the_same_and_starts_nothing(said, arguments, tmp_path):
+    code, _, err = said("run", *arguments, "algorithm.clip_hihg=1", "modle=tiny")
+    assert code == 1
+    assert "did you mean clip_high?" in err
+    assert "modle: unknown key; did you mean model?" in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.sandbox
+def test_run_saves_before_it_starts_and_litters_nothing(said, arguments, tmp_path):
+    code, _, _ = said("run", *arguments, "seed=3")
+    assert code == 0
+    (folder,) = runs(tmp_path)
+    assert folder.parent == tmp_path / "out" / "quickstart"
+    assert sorted(p.name for p in folder.iterdir()) == ["plan.json", "resolved.yaml", "summary.json"]
+    resolved = OmegaConf.load(folder / "resolved.yaml")
+    assert (resolved.seed, resolved.output_dir) == (3, str(folder))
+    assert "${" not in (folder / "resolved.yaml").read_text()
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["run_dir"] == str(folder)
+    assert len(plan["task_hashes"]["tasks"]) == 4
+    assert json.loads((folder / "summary.json").read_text())["in_process"] is True
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.sandbox
+def test_the_launchers_exit_code_is_ours(said, arguments, monkeypatch):
+    monkeypatch.setenv("RL360_STUB_EXIT", "7")
+    assert said("run", *arguments)[0] == 7
+
+
+@pytest.mark.sandbox
+def test_resume_goes_on_in_the_same_folder(said, arguments, tmp_path):
+    folder = tmp_path / "out" / "mine"
+    assert said("run", *arguments, f"output_dir={folder}")[0] == 0
+    code, _, err = said("run", *arguments, f"output_dir={folder}")
+    assert (code, f"continue it with resume={folder}" in err) == (1, True)
+    code, _, err = said("run", f"resume={folder}")
+    assert (code, "give more, such as iterations=20" in err) == (1, True)
+    code, _, err = said("run", f"resume={folder}", "iterations=20", "seed=9")
+    assert (code, "seed: 9 (seed=9) differs from 0" in err) == (1, True)
+    assert said("check", f"resume={folder}", "iterations=20")[0] == 0
+    assert OmegaConf.load(folder / "resolved.yaml").iterations == 10
+    assert said("run", f"resume={folder}", "iterations=20")[0] == 0
+    resolved = OmegaConf.load(folder / "resolved.yaml")
+    assert (resolved.iterations, resolved.resume, resolved.output_dir) == (20, str(folder), str(folder))
+    assert runs(tmp_path) == [folder]
+    assert said("run", "-m", f"resume={folder}", "iterations=20,30")[0] == 1
+
+
+def test_resume_from_nowhere(said, tmp_path):
+    code, _, err = said("run", f"resume={tmp_path}")
+    assert code == 1
+    assert err.startswith(f"resume: no resolved.yaml in {tmp_path}")
+    assert "1 problem; nothing was started" in err
+
+
+@pytest.mark.sandbox
+def test_multirun_gives_each_point_its_own_folder_and_a_table(said, arguments, tmp_path):
+    code, out, err = said("run", "-m", *arguments, "trainer.learning_rate=1e-5,5e-5", "seed=0,1")
+    assert code == 0, err
+    folders = runs(tmp_path)
+    assert len(folders) == 4
+    (study,) = {folder.parent for folder in folders}
+    assert study.parent == tmp_path / "out" / "quickstart"
+    points = {(r.trainer.learning_rate, r.seed) for r in (OmegaConf.load(f / "resolved.yaml") for f in folders)}
+    assert points == {(1e-5, 0), (1e-5, 1), (5e-5, 0), (5e-5, 1)}
+    assert all(json.loads((f / "summary.json").read_text())["in_process"] is False for f in folders)
+    assert "point 4 of 4" in out
+    table = out[out.index("success first") :].splitlines()
+    assert "0.500" in table[1]  # the best first
+    assert "0.100" in table[4]
+    assert f"tensorboard --logdir {study}" in out
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.sandbox
+def test_sweep_is_the_study_file(said, arguments, tmp_path):
+    code, out, err = said("sweep", "learning_rate", *arguments[1:], "iterations=2")
+    assert code == 0, err
+    folders = runs(tmp_path)
+    assert len(folders) == 3
+    assert {folder.parent.parent for folder in folders} == {tmp_path / "out" / "learning_rate"}
+    assert {OmegaConf.load(folder / "resolved.yaml").trainer.learning_rate for folder in folders} == {5e-6, 2e-5, 5e-5}
+    assert "point 3 of 3" in out
+
+
+def test_a_bad_point_is_named_before_any_point_starts(said, arguments, tmp_path):
+    code, _, err = said("run", "-m", *arguments, "group_size=8,1", "algorithm.clip_hihg=1")
+    assert code == 1
+    assert "group_size=1" in err
+    assert err.count("clip_hihg: unknown key") == 1  # true of every point: said once
+    assert not (tmp_path / "out").exists()
+
+
+def test_sweep_lists_studies_and_suggests(said):
+    assert "learning_rate" in said("sweep", "--help")[1]
+    code, _, err = said("sweep", "learning_rat")
+    assert (code, "did you mean learning_rate?" in err) == (1, True)
+
+
+def test_cfg_job_prints_and_checks_keys(said):
+    code, out, _ = said("run", "experiment=quickstart", "--cfg", "job")
+    assert code == 0
+    assert "learning_rate: 2.0e-05" in out
+    code, out, err = said("run", "algorithm.clip_hihg=1", "--cfg", "job")
+    assert (code, "did you mean clip_high?" in err) == (1, True)
+
+
+def test_help_shows_the_groups(said):
+    code, out, _ = said("run", "--help")
+    assert code == 0
+    assert "experiment: " in out
+    assert "quickstart" in out
+    assert "algorithm: grpo" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "completions"),
+    [
+        ("rl360 ", "run check sweep tasks model doctor"),
+        ("rl360 ch", "check"),
+        ("rl360 run algorithm.clip_", "algorithm.clip_high= algorithm.clip_low="),
+        ("rl360 check experiment=quick", "experiment=quickstart"),
+        ("rl360 doctor ", ""),
+    ],
+)
+def test_completion_knows_commands_and_keys(said, monkeypatch, line, completions):
+    monkeypatch.setenv("COMP_LINE", line)
+    code, out, _ = said("-sc", "query=bash")
+    assert (code, out.strip()) == (0, completions)
+
+
+def test_completion_can_be_installed_for_the_installed_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/rl360", "run"])
+    assert cli.main(["run", "-sc", "install=bash"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("-F hydra_bash_completion rl360")
+
+
+def test_tasks_lists_the_bundled_pool(said):
+    code, out, _ = said("tasks")
+    assert code == 0
+    assert "62 tasks in " in out
+    assert said("tasks", "/nowhere")[0] == 1
+
+
+def test_check_is_quick_and_a_user_error_has_no_traceback(tmp_path):
+    """A process of its own: what a user waits for. The bound is 3 s warm on an idle machine; ours is wide."""
+    command = [sys.executable, "-m", "rl360.cli", "check", "experiment=quickstart", "seed=x"]
+    environment = {**os.environ, "RL360_MODELS": str(tmp_path)}
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert time.monotonic() - began < 20
+    assert done.returncode == 1
+    assert "seed: 'x' is text" in done.stderr
+    assert "rl360 model fetch smollm2_135m" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,8 +1,8 @@
 """Any engine that speaks SGLang's HTTP protocol, embedded or real, behind `protocols.Engine`.
 
 In: an URL and deadlines. Out: replies that were checked, or an `EngineError` with a cause: `engine_refused` (no
-connection, or one that broke before an answer), `engine_timeout`, `engine_status_<code>`, `engine_reply` (an answer that
-is not what the protocol says). Retries, and which engine to ask, are left to the caller.
+connection, or one that broke before an answer), `engine_timeout`, `engine_status_<code>`, `engine_reply` (an answer
+that is not what the protocol says). Retries, and which engine to ask, are left to the caller.
 """
 
 from __future__ import annotations

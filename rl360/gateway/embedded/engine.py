@@ -325,6 +325,8 @@ class EmbeddedEngine:
         finished = [row for row, request in zip(ready, requests, strict=True) if request.finish_reason is not None]
         if not self.deterministic:
             for row in finished:
+                if not self._waiting:  # rows that nobody waits for can make room
+                    self._cache.shrink([r.computed for r in self._running], batch[row].computed)
                 self._cache.keep(row, batch[row].tokens[: batch[row].computed])
         self._leave(finished)
         for request in requests:

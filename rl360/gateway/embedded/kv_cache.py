@@ -119,6 +119,12 @@ class KVCache:
             layer[:, second, :, :length].copy_(held)
 
     @torch.inference_mode()
+    def shrink(self, lengths: list[int], tokens: int) -> None:
+        """Give up unused rows if the budget has no room to keep `tokens` more; `lengths` are those of rows in use."""
+        if self.rows * self.width + tokens > self.capacity_tokens and len(lengths) < self.rows:
+            self._lay_out(len(lengths), self.width, lengths)
+
+    @torch.inference_mode()
     def keep(self, row: int, tokens: NDArray[np.int64]) -> None:
         """Copy the row's first `tokens.size` tokens aside for later requests, if the budget has room."""
         size = tokens.size

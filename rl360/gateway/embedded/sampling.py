@@ -95,7 +95,13 @@ class SamplingParams:
 
 
 def _check(params: SamplingParams) -> None:
-    def number(name: str, kind: type | tuple[type, ...], low: float, high: float, optional: bool = False) -> None:
+    def number(
+        name: str,
+        kind: tuple[type[int], ...] | tuple[type[int], type[float]],
+        low: float,
+        high: float,
+        optional: bool = False,
+    ) -> None:
         value: Any = getattr(params, name)
         if optional and value is None:
             return
@@ -109,10 +115,10 @@ def _check(params: SamplingParams) -> None:
 
     number("temperature", (int, float), 0.0, 1e6)
     number("top_p", (int, float), 0.0, 1.0)
-    number("top_k", int, -1, 1 << 30)
-    number("max_new_tokens", int, 0, 1 << 30, optional=True)
-    number("min_new_tokens", int, 0, 1 << 30)
-    number("sampling_seed", int, -(1 << 63), (1 << 64) - 1, optional=True)
+    number("top_k", (int,), -1, 1 << 30)
+    number("max_new_tokens", (int,), 0, 1 << 30, optional=True)
+    number("min_new_tokens", (int,), 0, 1 << 30)
+    number("sampling_seed", (int,), -(1 << 63), (1 << 64) - 1, optional=True)
     if params.top_p == 0.0:
         raise ValueError("top_p must be in (0, 1], got 0.0.")
     if params.top_k == 0:

@@ -16,11 +16,12 @@ import json
 import logging
 import threading
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from rl360.errors import InfrastructureError, RL360Error
 from rl360.gateway.embedded.engine import EmbeddedEngine
@@ -51,7 +52,7 @@ class EngineServer:
         self._background: set[asyncio.Task[Any]] = set()
 
     def start(self) -> str:
-        """Returns `http://host:port`. Raises `InfrastructureError` when the port is taken or the start takes too long."""
+        """Returns `http://host:port`. Raises `InfrastructureError` when the port is taken or the start is too slow."""
         self.engine.start()
         started = threading.Event()
         failure: list[BaseException] = []
@@ -79,10 +80,10 @@ class EngineServer:
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        runner = web.AppRunner(self._app(), access_log=None, handler_cancellation=True)
+        runner = web.AppRunner(self._app(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, self._host, self._port, shutdown_timeout=2.0)
+            site = web.TCPSite(runner, self._host, self._port)
             await site.start()
             port = runner.addresses[0][1]
             self.url = f"http://{self._host}:{port}"
@@ -255,11 +256,9 @@ class EngineServer:
 
 
 @web.middleware
-async def _errors(
-    http: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
-        return await handler(http)
+        return await handler(request)
     except (ValueError, TypeError) as error:
         return web.json_response({"error": {"message": str(error)}}, status=400)
 

@@ -50,6 +50,7 @@ class TensorBoardLogger:
         self._run_name = Path(run_dir).name
         self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_S)
         if not self._earlier:
+            self._write_session_start(0)  # TensorBoard takes a run's first one for its beginning, only later ones count
             self._write_hparams()
 
     def log(self, iteration: int, scalars: Mapping[str, float]) -> None:
@@ -107,7 +108,7 @@ class TensorBoardLogger:
             self._scalar(self._first_iteration or 0, name, value)
 
     def _scalar(self, iteration: int, name: str, value: float) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, Summary, SummaryMetadata
 
         entry = Summary.Value(tag=name, simple_value=value)
         if name not in self._described:  # TensorBoard keeps the first one of a tag
@@ -117,6 +118,7 @@ class TensorBoardLogger:
                     display_name=name,
                     summary_description=describe(name),
                     plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"),
+                    data_class=DATA_CLASS_SCALAR,  # without it, the fast loader drops the description
                 )
             )
         self._write(Summary(value=[entry]), iteration)

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(arguments: Sequence[str]) -> int:
     """`rl360 run`: check everything, then let Hydra compose and call the launcher."""
-    from rl360.config.compose import compose, compose_points
+    from rl360.config.compose import compose, compose_points, is_multirun
     from rl360.config.resume import resume_folder, resumed
 
     parsed = _parse(arguments)
@@ -89,7 +89,7 @@ def run(arguments: Sequence[str]) -> int:
     points = _examined_points(request)
     if problems := [problem for _, examined in points for problem in examined.problems]:
         return _report(problems)
-    if not _is_sweep(request):
+    if not is_multirun(request):
         return _start(points[0][0], None)
     return _sweep(arguments, len(points))
 
@@ -209,12 +209,6 @@ def _key_problems(composed: Composed) -> list[str]:
     return list(dict.fromkeys([*composed.problems, *load(composed.values, composed.choices).problems]))
 
 
-def _is_sweep(request: Request) -> bool:
-    from rl360.config.compose import PRIMARY
-
-    return request.multirun or request.config_name != PRIMARY
-
-
 def _examine(composed: Composed, resume_from: Path | None) -> Examined:
     from dataclasses import replace
 
@@ -235,9 +229,9 @@ def _examined_points(request: Request) -> list[tuple[Composed, Examined]]:
     """Each point with its checks; the problems of one point of several carry its overrides."""
     from dataclasses import replace
 
-    from rl360.config.compose import compose, compose_points
+    from rl360.config.compose import compose, compose_points, is_multirun
 
-    points = compose_points(request) if _is_sweep(request) else [compose(request)]
+    points = compose_points(request) if is_multirun(request) else [compose(request)]
     examined = [(point, _examine(point, None)) for point in points]
     if len(points) == 1:
         return examined

@@ -179,6 +179,19 @@ def test_sweep_is_the_study_file(said, arguments, tmp_path):
     assert "point 3 of 3" in out
 
 
+@pytest.mark.sandbox
+def test_a_primary_config_of_ones_own_is_one_run(said, arguments, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "ours.yaml").write_text("defaults:\n  - run\n  - _self_\nname: ours\n")
+    own = ("--config-dir", str(site), "--config-name", "ours")
+    code, _, err = said("run", *own, *arguments[1:], "seed=4")
+    assert code == 0, err
+    (folder,) = runs(tmp_path)
+    assert folder.parent == tmp_path / "out" / "ours"
+    assert OmegaConf.load(folder / "resolved.yaml").seed == 4
+
+
 def test_a_bad_point_is_named_before_any_point_starts(said, arguments, tmp_path):
     code, _, err = said("run", "-m", *arguments, "group_size=8,1", "algorithm.clip_hihg=1")
     assert code == 1

@@ -114,6 +114,15 @@ def compose_points(request: Request) -> list[Composed]:
     return points
 
 
+def is_multirun(request: Request) -> bool:
+    """Whether Hydra would run several points: asked with -m, or by the primary config's hydra.mode."""
+    if request.multirun or request.config_name == PRIMARY:
+        return request.multirun
+    with _loader(request) as loader:
+        primary = _load(loader, request, [], RunMode.MULTIRUN)
+    return not isinstance(primary, str) and primary.hydra.mode == RunMode.MULTIRUN
+
+
 def from_config(config: DictConfig, choices: Mapping[str, Any], overrides: Sequence[str] = ()) -> Composed:
     """What Hydra composed itself, as it hands it to the task function."""
     values, unresolved = _resolved(config)

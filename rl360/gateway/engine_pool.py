@@ -1,4 +1,4 @@
-"""One turn of the policy from a set of engines: choice, failover, interrupted requests, and a strict reading of replies.
+"""One turn of the policy from a set of engines: choice, failover, interruptions, and a strict reading of replies.
 
 In: prompt ids and sampling parameters. Out: `Generation`: the ids, logprobs and weight versions of the whole turn. Left
 to others: the HTTP client (engine_client.py), prompts, sessions.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +24,9 @@ from rl360.types import Sampling, VersionSpan
 CODE_BLOCK_REGEX = r"```[^\n`]*\n[\s\S]*?```"
 FIRST_PAUSE_S = 0.05  # before asking again an engine that aborted without sampling anything
 LONGEST_PAUSE_S = 1.0
+REFUSED_PAUSE_S = 0.2  # before the one more round that refused connections get
 ABORT_TIMEOUT_S = 5.0
 SEED_BITS = 31  # SGLang's sampling_seed is a positive int32
-FINISH_TYPES = ("stop", "length", "abort")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,48 +62,24 @@ class _Load:
 
 
 def read_reply(reply: Mapping[str, Any], url: str) -> Reply:
-    """Check one reply for everything that training needs.
+    """A reply that the engine client has checked, as a turn's record.
 
-    Raises EngineError (cause `engine_reply`) with every problem at once, each naming its field.
+    Raises EngineError: `engine_reply` for a weight version that is no number or a reply without tokens,
+    `engine_status_<code>` for a request that the engine refused to run.
     """
-    problems: list[str] = []
-    meta = reply.get("meta_info")
-    if not isinstance(meta, Mapping):
-        raise EngineError("engine_reply", f"{url}: meta_info is missing from the reply of /generate")
-    finish = meta.get("finish_reason")
-    finish_type = finish.get("type") if isinstance(finish, Mapping) else None
-    output_ids = reply.get("output_ids")
-    rows = meta.get("output_token_logprobs")
-    if finish_type == "abort" and not output_ids:
-        rows, output_ids = [], []  # aborted before its first token: there is nothing to report
-    ids: list[int] = []
-    logprobs: list[float] = []
-    if not isinstance(rows, Sequence):
-        problems.append("meta_info.output_token_logprobs is missing: does the engine honour return_logprob?")
-    else:
-        for index, row in enumerate(rows):
-            if not isinstance(row, Sequence) or len(row) < 2 or not isinstance(row[1], int):
-                problems.append(f"meta_info.output_token_logprobs[{index}] is not [logprob, id, text]: {row!r}")
-                break
-            if not isinstance(row[0], int | float) or not math.isfinite(row[0]):
-                problems.append(f"meta_info.output_token_logprobs[{index}] has no finite logprob: {row[0]!r}")
-                break
-            logprobs.append(float(row[0]))
-            ids.append(row[1])
-    if not isinstance(output_ids, Sequence):
-        problems.append("output_ids is missing")
-    elif not problems and list(output_ids) != ids:
-        problems.append(f"output_ids ({len(output_ids)}) and the ids of output_token_logprobs ({len(ids)}) differ")
-    if finish_type not in FINISH_TYPES:
-        problems.append(f"meta_info.finish_reason.type is {finish_type!r}; expected one of {', '.join(FINISH_TYPES)}")
-    elif not ids and not problems and finish_type != "abort":
-        problems.append("output_ids is empty although the request was not aborted")
-    spans = _version_spans(meta, len(ids), problems)
-    if problems:
-        raise EngineError("engine_reply", f"{url}: " + "; ".join(problems))
+    meta = reply["meta_info"]
+    rows = meta.get("output_token_logprobs") or []
+    finish = meta["finish_reason"]
+    if finish["type"] == "abort" and finish.get("status_code"):
+        # SGLang reports a request that it will not run (too long, out of memory) as an abort with a status.
+        raise EngineError(f"engine_status_{int(finish['status_code'])}", f"{url}: {finish.get('message')}")
+    if not rows and finish["type"] != "abort":
+        raise EngineError("engine_reply", f"{url}: output_ids is empty, and finish_reason is {finish['type']}")
     says = {key: value for key, value in reply.items() if key not in ("output_ids", "text", "meta_info")}
     says["meta_info"] = {key: value for key, value in meta.items() if key != "output_token_logprobs"}
-    return Reply(ids, logprobs, spans, str(finish_type), says)
+    ids = [row[1] for row in rows]
+    spans = _version_spans(meta, len(ids), url)
+    return Reply(ids, [float(row[0]) for row in rows], spans, finish["type"], says)
 
 
 def sampling_params(sampling: Sampling, max_new_tokens: int, seed: int) -> dict[str, Any]:
@@ -193,23 +168,28 @@ class EnginePool:
     async def _ask(self, session: str, rid: str, ids: list[int], params: Mapping[str, Any]) -> tuple[Reply, str]:
         """One request, on another engine where one fails; the last failure is raised when all have."""
         failed: list[_Load] = []
+        again = False
         while True:
             load = self._choose(session, failed)
             load.open_requests += 1
             try:
                 raw = await load.engine.generate(ids, params, rid)
-                reply = read_reply(raw, load.engine.url)
-                _raise_refusal(reply, load.engine.url)
-                return reply, load.engine.url
+                return read_reply(raw, load.engine.url), load.engine.url
             except EngineError as error:
                 failed.append(load)
-                if error.cause == "engine_timeout" or len(failed) == len(self._loads):
+                if len(failed) == len(self._loads) and error.cause == "engine_refused" and not again:
+                    # Also what a server looks like that closed an idle connection just as this request used it.
+                    again = True
+                    failed.clear()
+                elif error.cause == "engine_timeout" or len(failed) == len(self._loads):
                     raise
             except asyncio.CancelledError:
                 self._abort_soon(load.engine, rid)
                 raise
             finally:
                 load.open_requests -= 1
+            if again and not failed:
+                await asyncio.sleep(REFUSED_PAUSE_S)
 
     def _choose(self, session: str, failed: Sequence[_Load]) -> _Load:
         pinned = self._affinity.get(session)
@@ -236,35 +216,20 @@ async def _abort(engine: Engine, rid: str) -> None:
         pass  # the engine is gone or will finish the request by itself; nobody waits for it any more
 
 
-def _version_spans(meta: Mapping[str, Any], num_tokens: int, problems: list[str]) -> tuple[VersionSpan, ...]:
+def _version_spans(meta: Mapping[str, Any], num_tokens: int, url: str) -> tuple[VersionSpan, ...]:
     """SGLang from 0.5.20 reports spans; older ones stamp one version on the reply."""
-    stamped = meta.get("weight_versions")
-    rows = (
-        stamped
-        if isinstance(stamped, list) and stamped
-        else [{"version": meta.get("weight_version"), "end": num_tokens}]
-    )
+    rows = meta.get("weight_versions") or [{"version": meta["weight_version"], "end": num_tokens}]
     spans = []
     start = 0
     for row in rows:
-        version = row.get("version") if isinstance(row, Mapping) else None
         try:
-            end = int(row["end"])
-            spans.append(VersionSpan(int(str(version)), start, end))
+            span = VersionSpan(int(str(row["version"])), start, int(str(row["end"])))
         except (TypeError, KeyError, ValueError):
-            problems.append(
-                f"meta_info.weight_version is {version!r}; expected a number (SGLang: start it with --weight-version 0)"
-            )
-            return ()
-        start = end
+            version = row.get("version") if isinstance(row, Mapping) else row
+            problem = f"meta_info.weight_version is {version!r}; expected a number"
+            raise EngineError("engine_reply", f"{url}: {problem} (SGLang: --weight-version 0)") from None
+        spans.append(span)
+        start = span.end
     if start != num_tokens:
-        problems.append(f"meta_info.weight_versions covers {start} of {num_tokens} tokens")
+        raise EngineError("engine_reply", f"{url}: meta_info.weight_versions covers {start} of {num_tokens} tokens")
     return tuple(span for span in spans if span.end > span.start)
-
-
-def _raise_refusal(reply: Reply, url: str) -> None:
-    """SGLang reports a request that it will not run (too long, out of memory) as an abort with a status."""
-    finish = reply.engine_says["meta_info"]["finish_reason"]
-    status = finish.get("status_code")
-    if reply.finish_type == "abort" and status:
-        raise EngineError(f"engine_status_{int(status)}", f"{url}: {finish.get('message')}")

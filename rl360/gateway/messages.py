@@ -4,12 +4,13 @@ In: messages as a client sent them, or as the proxy returned them. Out: normalis
 render, and `CanonicalMessage`s that can be compared. Left to others: rendering (templates.py), what equality leads to
 (tokens.py).
 
-Clients rewrite what they were given without changing it: they re-serialise tool-call arguments, turn a null content into
-an empty string or a list of parts, drop tool-call ids, and often drop the reasoning. None of this is an edit.
+Clients rewrite what they were given without changing it: they re-serialise tool-call arguments, turn a null content
+into an empty string or a list of parts, drop tool-call ids, and often drop the reasoning. None of this is an edit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -110,9 +111,7 @@ def _calls(calls: object, where: str) -> list[dict[str, Any]]:
             raise MessageError(f"{where}[{index}].function.name", "expected a string")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            try:
+            with contextlib.suppress(ValueError):  # what the model wrote is not JSON: it stays the text that it is
                 arguments = json.loads(arguments) if arguments.strip() else {}
-            except ValueError:
-                pass  # what the model wrote is not JSON: it stays the text that it is
         normal.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
     return normal

@@ -1,10 +1,10 @@
 """One session: the calls of one agent, its caps, its retries and its failures.
 
-In: request bodies, concurrently. Out: answers, and at the end a `Session` record. Left to others: HTTP (proxy.py), token
-bookkeeping (tokens.py), engines (engine_pool.py).
+In: request bodies, concurrently. Out: answers, and at the end a `Session` record. Left to others: HTTP (proxy.py),
+token bookkeeping (tokens.py), engines (engine_pool.py).
 
-A call runs in a task of its own, so that a client that hangs up and asks again finds it. All heavy work (JSON, templates,
-tokenization) happens in the executor; what is left on the event loop is dictionary work.
+A call runs in a task of its own, so that a client that hangs up and asks again finds it. All heavy work (JSON,
+templates, tokenization) happens in the executor; what is left on the event loop is dictionary work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,16 +34,17 @@ from rl360.gateway.openai_api import (
     with_options,
 )
 from rl360.gateway.parsers import TurnParser
-from rl360.gateway.templates import ChatTemplate, Rendering, TemplateRefused
+from rl360.gateway.templates import Boundary, ChatTemplate, Rendering, TemplateRefused
 from rl360.gateway.tokenizer import TextTokenizer
 from rl360.gateway.tokens import Plan, Sampled, TokenHistory
 from rl360.types import AttemptSpec, Session, Stop, Turn
 
 log = logging.getLogger(__name__)
 
-# Agents answer a truncated turn by asking again, without counting (one made 316 calls); after this many the session ends.
+# Agents answer a truncated turn by asking again, uncounted (one made 316 calls); after this many the session ends.
 MAX_TRUNCATED_TURNS = 4
 STATUS_BY_CAUSE = {"engine_refused": 503, "engine_timeout": 504}  # any other engine failure is a 502
+Messages = Sequence[Mapping[str, Any]]
 CALL_ID_CHARS = 9  # the length that the strictest templates ask for
 
 
@@ -105,11 +106,19 @@ class _SessionRenderer:
         self._template = template
         self._now = now
 
-    def start(self, *args: Any) -> Rendering:
-        return self._template.start(*args, now=self._now)
+    def start(self, messages: Messages, tools: Messages, arguments: Mapping[str, Any]) -> Rendering:
+        return self._template.start(messages, tools, arguments, self._now)
 
-    def extend(self, *args: Any) -> Rendering:
-        return self._template.extend(*args, now=self._now)
+    def extend(
+        self,
+        messages: Messages,
+        sampled: Sequence[int],
+        boundaries: Sequence[Boundary],
+        last_id: int,
+        tools: Messages,
+        arguments: Mapping[str, Any],
+    ) -> Rendering:
+        return self._template.extend(messages, sampled, boundaries, last_id, tools, arguments, self._now)
 
 
 class ProxySession:

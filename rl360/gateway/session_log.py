@@ -1,7 +1,7 @@
 """The proxy's own record of sessions: one JSON line each, apart from the ledger, so that counts can be checked.
 
-In: a closed session. Out: a line in sessions.jsonl. The sampled ids themselves are in the trajectory file; here is their
-sha256 (over little-endian int32), so that a recount can tell that they are the same.
+In: a closed session. Out: a line in sessions.jsonl. The sampled ids themselves are in the trajectory file; here is
+their sha256 (over little-endian int32), so that a recount can tell that they are the same.
 """
 
 from __future__ import annotations

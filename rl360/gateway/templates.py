@@ -1,14 +1,15 @@
 """Chat templates: the ids of a first prompt, and the ids of only what is new in a later one.
 
-In: normalised messages, tools, template arguments. Out: token ids to append. Left to others: which messages extend which
-history (tokens.py), sampling.
+In: normalised messages, tools, template arguments. Out: token ids to append. Left to others: which messages extend
+which history (tokens.py), sampling.
 
 How "what is new" is found. In the conversation, every message that the policy sampled is replaced by a marker: a word
 that no text contains. The template renders the whole, and the text after the last marker is what follows the policy's
 last words: the end of its turn, the new messages, the start of its next turn. This is exact for any template that
-appends, whatever it inserts in front (a default system prompt, a date, tools) and whatever it drops from or adds to past
-turns of the policy (thinking), since those tokens are never rendered again. The text between the markers is compared
-with what was rendered before; a template that rewrites it does not append, and the caller starts a new segment.
+appends, whatever it inserts in front (a default system prompt, a date, tools) and whatever it drops from or adds to
+past turns of the policy (thinking), since those tokens are never rendered again. The text between the markers is
+compared with what was rendered before; a template that rewrites it does not append, and the caller starts a new
+segment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A checkpoint folder's tokenizer, without torch or transformers.
 
 In: a folder with tokenizer.json, tokenizer_config.json and, where present, generation_config.json, config.json and
-chat_template.jinja. Out: exact token ids of a text, text of token ids, the ids that end a turn, and the template source.
-Left to others: what the template renders (templates.py).
+chat_template.jinja. Out: exact token ids of a text, text of token ids, the ids that end a turn, and the template
+source. Left to others: what the template renders (templates.py).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class TextTokenizer:
         return self._ids_by_text.get(text)
 
     def first_added(self, text: str) -> tuple[int, int] | None:
-        """(position, id) of the first added token that occurs in a text, the longest at a position; None: there is none."""
+        """(position, id) of the first added token in a text, the longest at a position; None: there is none."""
         found = [(at, -len(t), i) for t, i in self._ids_by_text.items() if t and (at := text.find(t)) >= 0]
         if not found:
             return None

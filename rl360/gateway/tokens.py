@@ -1,12 +1,13 @@
 """Token truth of one session: which tokens the policy sampled, and in which sequence it saw them.
 
-In: requests (comparable messages), then the ids, logprobs and weight versions that the engine sampled for them. Out: the
-next prompt's ids, and at the end `Segment`s. Left to others: HTTP, the engine, caps, parsing. No I/O and no clock here.
+In: requests (comparable messages), then the ids, logprobs and weight versions that the engine sampled for them. Out:
+the next prompt's ids, and at the end `Segment`s. Left to others: HTTP, the engine, caps, parsing. No I/O and no clock
+here.
 
-The rules. Text that was sampled is never rendered again: the next prompt is the ids so far plus the rendering of what is
-new. Whether a request continues a history is decided on the messages that were returned, not on text. A request that
-does not continue one starts a new segment, with a reason; the longest history that it shares is carried over as ids with
-mask 0. So each sampled token has mask 1 in exactly one segment, the one that it was sampled in.
+The rules. Text that was sampled is never rendered again: the next prompt is the ids so far plus the rendering of what
+is new. Whether a request continues a history is decided on the messages that were returned, not on text. A request
+that does not continue one starts a new segment, with a reason; the longest history that it shares is carried over as
+ids with mask 0. So each sampled token has mask 1 in exactly one segment, the one that it was sampled in.
 
 `plan` only reads and may run in a worker thread; `reserve`, `release` and `commit` change the session and must not run
 beside it.

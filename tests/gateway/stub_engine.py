@@ -19,6 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from rl360.errors import EngineError
+from rl360.gateway.engine_client import reply_problem
 from rl360.gateway.tokenizer import TextTokenizer
 
 
@@ -138,6 +139,8 @@ class StubEngine:
         status, reply = self.model.sample({"input_ids": input_ids, "sampling_params": sampling_params, "rid": rid})
         if status != 200:
             raise EngineError(f"engine_status_{status}", f"{self.url}: {reply}")
+        if problem := reply_problem(reply):
+            raise EngineError("engine_reply", f"{self.url}: {problem}")
         return reply
 
     async def abort(self, rid: str | None) -> None:

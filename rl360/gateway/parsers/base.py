@@ -1,7 +1,7 @@
 """The two halves of a parser and how they combine.
 
-In: text. Out: reasoning, content, calls. What a parser does not understand stays in the content: nothing that the policy
-wrote is lost on the agent.
+In: text. Out: reasoning, content, calls. What a parser does not understand stays in the content: nothing that the
+policy wrote is lost on the agent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hermes tool calls, which Qwen 2.5 and Qwen 3 use: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-In: the text after the reasoning. Out: content and calls. A call that is not JSON, has no name, or was never closed stays
-in the content as it was written.
+In: the text after the reasoning. Out: content and calls. A call that is not JSON, has no name, or was never closed
+stays in the content as it was written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Qwen 3 reasoning: `<think>...</think>` in front of the answer.
 
-In: a turn's text and the generation prompt. Out: reasoning and the rest. A turn that was cut inside its reasoning is all
-reasoning; a turn that neither opens nor was opened inside a think block has none.
+In: a turn's text and the generation prompt. Out: reasoning and the rest. A turn that was cut inside its reasoning is
+all reasoning; a turn that neither opens nor was opened inside a think block has none.
 """
 
 from __future__ import annotations

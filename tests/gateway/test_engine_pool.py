@@ -1,0 +1,185 @@
+"""Choice of engine, failover, interruptions, and what a reply must have."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from array import array
+from typing import Any
+
+import pytest
+
+from rl360.errors import EngineError
+from rl360.gateway.engine_pool import CODE_BLOCK_REGEX, EnginePool, Generation, mix_seed, read_reply, sampling_params
+from rl360.types import Sampling, VersionSpan
+from tests.gateway.kit import tokenizer_of
+from tests.gateway.stub_engine import Fault, StubEngine, StubModel
+
+PROMPT = array("i", [1, 2, 3])
+
+
+def stub() -> StubModel:
+    return StubModel(tokenizer_of(), 3)
+
+
+async def generate(pool: EnginePool, session: str = "s", max_new_tokens: int = 100) -> Generation:
+    return await pool.generate(session, f"{session}.0", PROMPT, Sampling(), max_new_tokens, seed=5)
+
+
+async def test_a_turn() -> None:
+    model = stub()
+    generation = await generate(EnginePool([StubEngine(model)], 5))
+    (sample,) = model.samples
+    assert tuple(generation.token_ids) == sample.ids
+    assert tuple(generation.logprobs) == sample.logprobs
+    assert generation.version_spans == (VersionSpan(0, 0, len(sample.ids)),)
+    assert generation.engine_says[0]["meta_info"]["something_new"] == "kept"
+    assert generation.cached_tokens == 3
+
+
+async def test_an_interrupted_turn_goes_on_from_its_partial_ids() -> None:
+    model = stub()
+    model.script.extend(["one two three four", "rest"])
+    model.faults.extend([Fault("abort", keep=4), Fault("abort", keep=0)])
+    generation = await generate(EnginePool([StubEngine(model)], 5))
+    first, second, third = model.samples
+    assert second.prompt == third.prompt == (*PROMPT, *first.ids)
+    assert tuple(generation.token_ids) == (*first.ids, *third.ids)
+    assert generation.version_spans == (VersionSpan(0, 0, 4), VersionSpan(2, 4, 4 + len(third.ids)))
+    assert generation.interruptions == 2
+    assert second.params["max_new_tokens"] == third.params["max_new_tokens"] == 96
+    assert len({s.params["sampling_seed"] for s in model.samples}) == 3
+    assert generation.finish_type == "stop"
+
+
+async def test_an_interruption_at_the_last_token_is_a_length_stop() -> None:
+    model = stub()
+    model.script.append("one two three four")
+    model.faults.append(Fault("abort", keep=4))
+    generation = await generate(EnginePool([StubEngine(model)], 5), max_new_tokens=4)
+    assert (generation.finish_type, len(generation.token_ids), model.num_requests) == ("length", 4, 1)
+
+
+async def test_a_failing_engine_is_left_for_another() -> None:
+    broken, good = stub(), stub()
+    broken.faults.extend([Fault("status", 500)] * 9)
+    pool = EnginePool([StubEngine(broken, "stub://0"), StubEngine(good, "stub://1")], 5)
+    assert (await generate(pool)).engine_url == "stub://1"
+    assert (await generate(pool)).engine_url == "stub://1"
+    assert (broken.num_requests, good.num_requests) == (1, 2)
+
+
+async def test_the_last_failure_is_the_one_that_is_told() -> None:
+    model = stub()
+    model.faults.append(Fault("status", 503))
+    with pytest.raises(EngineError) as caught:
+        await generate(EnginePool([StubEngine(model)], 5))
+    assert caught.value.cause == "engine_status_503"
+
+
+async def test_a_refused_connection_is_tried_once_more() -> None:
+    model = stub()
+    model.faults.append(Fault("refused"))
+    await generate(EnginePool([StubEngine(model)], 5))
+    model.faults.extend([Fault("refused"), Fault("refused")])
+    with pytest.raises(EngineError, match="engine_refused"):
+        await generate(EnginePool([StubEngine(model)], 5))
+    assert model.num_requests == 4
+
+
+async def test_a_hanging_engine_is_told_to_stop() -> None:
+    model = stub()
+    model.faults.append(Fault("hang"))
+    pool = EnginePool([StubEngine(model)], 0.1)
+    with pytest.raises(EngineError, match="engine_timeout"):
+        await generate(pool)
+    await pool.close()
+    assert model.aborted == ["s.0.0"]
+
+
+async def test_sessions_are_spread_and_stay() -> None:
+    models = [stub(), stub()]
+    engines = [StubEngine(model, f"stub://{i}") for i, model in enumerate(models)]
+    pool = EnginePool(engines, 5)
+    first = [(await generate(pool, f"s{i}")).engine_url for i in range(4)]
+    assert first == ["stub://0", "stub://1", "stub://0", "stub://1"]
+    assert [(await generate(pool, f"s{i}")).engine_url for i in range(4)] == first
+    pool.forget("s0")
+    pool.forget("s2")
+    assert (await generate(pool, "s4")).engine_url == "stub://0"
+
+
+async def test_the_busier_engine_is_not_chosen() -> None:
+    engines = [StubEngine(stub(), f"stub://{i}") for i in range(2)]
+    engines[0].gate = asyncio.Event()
+    pool = EnginePool(engines, 5)
+    waiting = asyncio.create_task(generate(pool, "s0"))
+    await asyncio.sleep(0)
+    assert [(await generate(pool, f"s{i}")).engine_url for i in (1, 2, 3)] == ["stub://1"] * 3
+    engines[0].gate.set()
+    await waiting
+
+
+def reply(**meta: Any) -> dict[str, Any]:
+    rows = [[-0.5, 7, "a"], [-1.0, 8, "b"]]
+    base = {"finish_reason": {"type": "stop"}, "output_token_logprobs": rows, "weight_version": "3"}
+    return {"output_ids": [7, 8], "text": "ab", "meta_info": {**base, **meta}}
+
+
+def test_versions_stamped_or_in_spans() -> None:
+    assert read_reply(reply(), "u").version_spans == (VersionSpan(3, 0, 2),)
+    rows = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}]
+    assert read_reply(reply(weight_versions=rows), "u").version_spans == (VersionSpan(2, 0, 1), VersionSpan(3, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("meta", "says"),
+    [
+        ({"weight_version": "default"}, "weight_version is 'default'; expected a number"),
+        ({"weight_versions": [{"version": 1, "end": 1}]}, "covers 1 of 2 tokens"),
+        ({"output_token_logprobs": []}, "output_ids is empty"),
+        (
+            {"finish_reason": {"type": "abort", "status_code": 400, "message": "too long"}},
+            "engine_status_400: u: too long",
+        ),
+    ],
+)
+def test_a_reply_that_cannot_be_trained_on(meta: dict[str, Any], says: str) -> None:
+    with pytest.raises(EngineError, match=says):
+        read_reply(reply(**meta), "u")
+
+
+def test_sampling_is_the_specs() -> None:
+    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, stop=("END",), stop_at_code_block=True)
+    assert sampling_params(sampling, 10, 4) == {
+        "max_new_tokens": 10,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "sampling_seed": 4,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "stop": ["END"],
+        "stop_regex": CODE_BLOCK_REGEX,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "closed"),
+    [
+        ("```python\nx = 1\n```", True),
+        ("Sure:\n```\nx\n```\n", True),
+        ("```python\nx = 1\n", False),
+        ("use ```x``` inline", False),
+        ("```python", False),
+    ],
+)
+def test_when_a_code_block_is_closed(text: str, closed: bool) -> None:
+    assert bool(re.search(CODE_BLOCK_REGEX, text)) == closed
+
+
+def test_seeds_depend_on_every_part() -> None:
+    seeds = {mix_seed(seed, turn) for seed in range(30) for turn in range(30)}
+    assert len(seeds) == 900
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert mix_seed(1, 23) != mix_seed(12, 3)

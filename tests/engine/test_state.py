@@ -148,6 +148,12 @@ def test_a_trainer_that_fails_leaves_the_old_one(tmp_path):
     assert not [name for name in names(store) if name.startswith(".tmp-")]
 
 
+@pytest.fixture
+def no_waiting_for_the_disk(monkeypatch):
+    """A killed process loses nothing that the kernel has, so the many saves below need not wait. Still counted."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
 class Crash(BaseException):
     """The process ends here: nothing that follows may run."""
 
@@ -184,6 +190,7 @@ def crash_in_save(store: CheckpointStore, step: int, state: RunState, best: bool
     return False
 
 
+@pytest.mark.usefixtures("no_waiting_for_the_disk")
 @pytest.mark.parametrize("best", [False, True])
 @pytest.mark.parametrize("keep_best", [False, True])
 def test_a_crash_at_any_step_leaves_a_complete_checkpoint(tmp_path, best, keep_best):
@@ -214,6 +221,7 @@ def test_a_crash_at_any_step_leaves_a_complete_checkpoint(tmp_path, best, keep_b
     assert steps > 15  # every file, folder and rename was a step
 
 
+@pytest.mark.usefixtures("no_waiting_for_the_disk")
 def test_a_crash_in_a_second_save_of_an_iteration_keeps_it(tmp_path):
     steps = 0
     crashed = True
@@ -227,6 +235,7 @@ def test_a_crash_in_a_second_save_of_an_iteration_keeps_it(tmp_path):
         steps += 1
 
 
+@pytest.mark.usefixtures("no_waiting_for_the_disk")
 def test_a_resumed_run_that_saves_its_iteration_again_is_safe_at_any_step(tmp_path):
     """Another process wrote iteration 1: its weights are replaced, since those trained again may differ."""
     steps = 0

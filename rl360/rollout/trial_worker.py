@@ -73,7 +73,7 @@ class TrialWorker:
         return self._sandbox["import_path"] == _LOCAL_SANDBOX
 
     async def start(self) -> None:
-        """Import Harbor, make the base root file system, remove what killed runs left. Raises if sandboxes cannot be."""
+        """Import Harbor, make the base root file system, remove what killed runs left. Raises without ability."""
         os.environ.update(_HARBOR_ENV)
         await asyncio.to_thread(self._prepare)
 

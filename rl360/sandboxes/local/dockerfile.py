@@ -79,8 +79,11 @@ def parse(path: Path) -> Image:
             except ValueError as error:
                 problems.append(f"{where}: ENV {value}: {error}")
         elif name == "WORKDIR":
-            workdir = posixpath.normpath(posixpath.join(workdir, _unquote(_expand(value, env))))
-            steps.append(Step("mkdir", target=workdir, user=user))
+            try:
+                workdir = posixpath.normpath(posixpath.join(workdir, _unquote(_expand(value, env))))
+                steps.append(Step("mkdir", target=workdir, user=user))
+            except ValueError as error:
+                problems.append(f"{where}: WORKDIR {value}: {error}")
         elif name == "USER":
             user = _expand(value, env).strip() or None
         elif name == "RUN":
@@ -169,7 +172,8 @@ def _run_command(value: str) -> str | None:
             words = json.loads(value)
         except ValueError:
             return value  # Docker takes what is not JSON as a shell command
-        return shlex.join(words)
+        if isinstance(words, list) and all(isinstance(word, str) for word in words):
+            return shlex.join(words)
     return value
 
 
@@ -184,6 +188,8 @@ def _copy(value: str, workdir: str, folder: Path) -> Step:
         options[name] = setting
         rest = rest.strip()
     words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    if not all(isinstance(word, str) and "\0" not in word for word in words):
+        raise ValueError("expected a list of paths")
     if len(words) < 2:
         raise ValueError("expected one or more sources and a target")
     *sources, target = words
@@ -206,6 +212,8 @@ def _copy(value: str, workdir: str, folder: Path) -> Step:
     for relative in found:
         if folder.resolve() not in [(folder / relative).resolve(), *(folder / relative).resolve().parents]:
             raise ValueError(f"{relative} leads outside the task's environment folder")
+    if (folder / ".dockerignore").exists() and any((folder / f).is_dir() for f in found):
+        raise ValueError("a .dockerignore is not supported; remove it or name the files")
     is_folder = target.endswith("/") or target in (".", "./") or len(found) > 1
     absolute = posixpath.normpath(posixpath.join(workdir, target))
     if len(found) > 1 and not (target.endswith("/") or target in (".", "./")):

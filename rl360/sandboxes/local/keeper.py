@@ -83,7 +83,7 @@ def _timeout_ms(sandboxes: dict[str, _Sandbox]) -> float | None:
 
 def _serve(control: socket.socket, sandboxes: dict[str, _Sandbox]) -> bool:
     try:
-        data, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE + 1, 8, socket.MSG_CMSG_CLOEXEC)
+        data, fds = syscalls.receive(control, MAX_MESSAGE + 1, 4)
     except ConnectionError:
         return False
     if not data:

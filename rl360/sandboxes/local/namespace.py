@@ -32,6 +32,11 @@ CAPABILITIES = (
     "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETGID", "CAP_SETUID",
     "CAP_SETPCAP", "CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT", "CAP_SETFCAP",
 )  # fmt: skip
+# bubblewrap covers some of these only where it thinks them writable, and is wrong about /proc/sys for uid 0: root inside
+# is uid 0 outside in privileged mode, so an open /proc/sys would set the host's kernel.
+_PROC_READ_ONLY = ("sys", "fs", "irq", "bus", "sysrq-trigger", "mtrr")
+_PROC_HIDDEN_FILES = ("kcore", "keys", "key-users", "timer_list", "sched_debug", "latency_stats", "kmsg", "interrupts")
+_PROC_HIDDEN_FOLDERS = ("acpi", "asound", "scsi", "driver")
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 MAX_OUTPUT = 16 * 2**20  # bytes kept of each stream of one command
 _MAX_ARGUMENT = 100_000  # bytes; the kernel's limit of one argument is 128 KiB
@@ -182,6 +187,14 @@ class Keeper:
 
 def _bwrap_options(plan: Plan, root: str) -> list[str]:
     argv = ["--bind", root, "/", "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/dev/shm"]
+    for name in _PROC_READ_ONLY:
+        argv += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
+    for name in _PROC_HIDDEN_FILES:
+        if os.path.exists(f"/proc/{name}"):
+            argv += ["--ro-bind", "/dev/null", f"/proc/{name}"]
+    for name in _PROC_HIDDEN_FOLDERS:
+        if os.path.isdir(f"/proc/{name}"):
+            argv += ["--tmpfs", f"/proc/{name}", "--remount-ro", f"/proc/{name}"]
     argv += ["--die-with-parent", "--new-session", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
     argv += ["--unshare-cgroup-try", "--hostname", "sandbox"]
     if not plan.network:
@@ -284,7 +297,7 @@ class SandboxProcess:
                     os.close(fd)
             ours.setblocking(False)
             await _readable(loop, ours.fileno())
-            data, fds, _, _ = socket.recv_fds(ours, MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+            data, fds = syscalls.receive(ours, MAX_MESSAGE, 1)
             if not fds:
                 text = json.loads(data)["error"] if data else "the keeper process ended"
                 raise OSError(f"sandbox did not start: {text}")

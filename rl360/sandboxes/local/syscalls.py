@@ -6,8 +6,10 @@ mounted where (keeper.py) and which files move (transfer.py). Standard library o
 
 from __future__ import annotations
 
+import array
 import ctypes
 import os
+import socket
 import struct
 
 MS_RDONLY = 0x1
@@ -58,6 +60,20 @@ def umount(target: str) -> None:
 def set_parent_death_signal(number: int) -> None:
     """The kernel sends `number` to this process when the thread that started it ends."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl PDEATHSIG")
+
+
+def receive(sock: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int]]:
+    """One message with its descriptors, none of which a child process inherits.
+
+    `socket.recv_fds` takes flags and drops them, so its descriptors would be inherited by every sandbox.
+    """
+    fds = array.array("i")
+    space = socket.CMSG_LEN(max_fds * fds.itemsize)
+    data, ancillary, _, _ = sock.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, list(fds)
 
 
 def become_subreaper() -> None:

@@ -1,0 +1,264 @@
+"""The local sandbox for real: commands, users, files, limits, isolation."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.sandbox
+
+USERNS = [pytest.param(False, id="as-root", marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root"))]
+USERNS += [pytest.param(True, id="unprivileged")]
+
+
+async def out(sandbox: Any, command: str, **kwargs: Any) -> str:
+    done = await sandbox.exec(command, **kwargs)
+    assert done.return_code == 0, done
+    return (done.stdout or "").strip()
+
+
+@pytest.mark.parametrize("unprivileged", USERNS)
+async def test_commands(start_sandbox: Any, unprivileged: bool) -> None:
+    s = await start_sandbox("FROM x\nENV FROM_IMAGE=1\nWORKDIR /app\n", unprivileged=unprivileged)
+    assert await out(s, "pwd; id -u; echo $FROM_IMAGE; hostname") == "/app\n0\n1\nsandbox"
+    assert await out(s, "echo $X; pwd", env={"X": "a 'b' $c"}, cwd="/tmp") == "a 'b' $c\n/tmp"
+    done = await s.exec("echo to-out; echo to-err >&2; exit 7")
+    assert (done.stdout, done.stderr, done.return_code) == ("to-out\n", "to-err\n", 7)
+    assert (await s.exec("cd /")).stdout is None
+    assert (await s.exec("true", cwd="/not/there")).return_code == 1
+    long = "x" * 300_000  # longer than one argument of the kernel may be
+    assert await out(s, f"v={long}; echo ${{#v}}") == "300000"
+    results = await asyncio.gather(*(out(s, f"sleep 0.0{i}; echo {i}") for i in range(6)))
+    assert results == [str(i) for i in range(6)]
+
+
+async def test_background_processes_survive_between_commands(start_sandbox: Any) -> None:
+    s = await start_sandbox()
+    began = time.monotonic()
+    await out(s, "(while sleep 0.05; do echo x >> /tmp/ticks; done) & echo started")
+    assert time.monotonic() - began < 5  # it did not wait for the loop
+    await asyncio.sleep(0.4)
+    first = int(await out(s, "wc -l < /tmp/ticks"))
+    await asyncio.sleep(0.4)
+    assert int(await out(s, "wc -l < /tmp/ticks")) > first > 0
+
+
+@pytest.mark.parametrize("unprivileged", USERNS)
+async def test_a_timeout_kills_the_process_group(start_sandbox: Any, unprivileged: bool) -> None:
+    s = await start_sandbox(unprivileged=unprivileged)
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.3 seconds"):
+        await s.exec("sleep 1234 & sleep 4321", timeout_sec=0.3)
+    await asyncio.sleep(0.1)
+    assert await out(s, "pgrep -c sleep || true") == "0"
+    assert await out(s, "echo alive") == "alive"
+
+
+async def test_a_command_that_kills_its_own_group_is_answered(start_sandbox: Any) -> None:
+    s = await start_sandbox()
+    assert (await s.exec("kill -9 0", timeout_sec=10)).return_code == 137
+
+
+async def test_signals_are_at_their_defaults(start_sandbox: Any) -> None:
+    s = await start_sandbox()
+    text = await out(s, "grep SigIgn /proc/self/status")
+    assert int(text.split()[1], 16) == 0
+
+
+async def test_users(start_sandbox: Any) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root")
+    s = await start_sandbox("FROM x\nRUN echo 'dev:x:1234:1234::/home/dev:/bin/bash' >> /etc/passwd\n")
+    assert await out(s, "id -u; id -g; echo $HOME", user="dev") == "1234\n1234\n/home/dev"
+    assert await out(s, "id -u; id -g", user=4321) == "4321\n0"
+    assert await out(s, "id -un; grep CapEff /proc/self/status", user="nobody") == "nobody\nCapEff:\t0000000000000000"
+    assert (await s.exec("cat /etc/shadow", user="nobody")).return_code != 0
+    assert (await s.exec("echo x > /root/x", user="nobody")).return_code != 0
+    with pytest.raises(RuntimeError, match="not in the sandbox's /etc/passwd"):
+        await s.exec("id", user="stranger")
+    with s.with_default_user("nobody"):
+        assert await out(s, "id -un") == "nobody"
+        assert await out(s, "id -un", user="root") == "root"
+
+
+async def test_an_unprivileged_sandbox_has_one_user(start_sandbox: Any) -> None:
+    s = await start_sandbox(unprivileged=True)
+    with pytest.raises(RuntimeError, match="one user"):
+        await s.exec("id", user="nobody")
+
+
+@pytest.mark.parametrize("unprivileged", USERNS)
+async def test_isolation(start_sandbox: Any, unprivileged: bool, tmp_path: Path) -> None:
+    s = await start_sandbox(unprivileged=unprivileged)
+    for command in (
+        "mount -t tmpfs x /mnt", "mknod /tmp/null c 1 3", "unshare -Ur true", "unshare -m true", "umount /proc",
+        "mount -o remount,rw /proc/sys", "umount /proc/sys", "ls /proc/acpi/*", "head -c 1 /proc/kcore | grep -q .",
+    ):  # fmt: skip
+        assert (await s.exec(command)).return_code != 0, command
+    for name in ("kernel/panic", "kernel/core_pattern", "vm/swappiness", "fs/file-max"):
+        path = f"/proc/sys/{name}"  # the value that is there already, so that a hole would change nothing on the host
+        done = await s.exec(f'v=$(cat {path}) && echo "$v" > {path}')
+        assert done.return_code != 0, path
+        assert "Read-only" in (done.stderr or ""), done
+    status = await out(s, "cat /proc/self/status")
+    rows = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert (rows["NoNewPrivs"], rows["Seccomp"]) == ("1", "2")
+    assert int(rows["CapEff"], 16) & (1 << 21 | 1 << 27 | 1 << 19 | 1 << 16 | 1 << 12 | 1 << 13) == 0  # SYS_ADMIN, ...
+    assert await out(s, "ls -A /root /usr/local/etc 2>/dev/null | grep -v : || true") == ""
+    assert await out(s, "ls -A /home") == "agent"
+    assert await out(s, "cut -d: -f2 /etc/shadow | sort -u") == "*" if os.getuid() == 0 else True
+    assert (await s.exec(f"ls {tmp_path}")).return_code != 0
+    assert await out(s, "ls /sys") == ""
+    assert "1" in (await out(s, "ps -e -o pid=")).split()
+    assert len((await out(s, "ps -e -o pid=")).split()) < 10  # its own processes only
+    assert (await out(s, "ls /proc/self/fd")).split() == ["0", "1", "2", "3"]  # 3 is ls's own: nothing of the keeper's
+
+
+@pytest.mark.parametrize("unprivileged", USERNS)
+async def test_network_is_off(start_sandbox: Any, unprivileged: bool) -> None:
+    server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    probe = f"exec 3<>/dev/tcp/127.0.0.1/{port}"
+    async with server:
+        s = await start_sandbox(unprivileged=unprivileged)
+        assert (await s.exec(probe)).return_code != 0
+        assert await out(s, "tail -n +3 /proc/net/dev | grep -v ' lo:' | wc -l") == "0"
+        # allowed by the configuration, but the task does not ask
+        s = await start_sandbox(unprivileged=unprivileged, network=True)
+        assert (await s.exec(probe)).return_code != 0
+        s = await start_sandbox(task={"network_mode": "public"}, unprivileged=unprivileged, network=True)
+        assert (await s.exec(probe)).return_code == 0
+
+
+async def test_a_task_that_asks_for_a_refused_network_does_not_start(start_sandbox: Any) -> None:
+    with pytest.raises(Exception, match=r"sandbox\.network") as error:
+        await start_sandbox(task={"network_mode": "public"})
+    assert type(error.value).__name__ == "SandboxBuildFailedError"
+
+
+async def test_a_memory_bomb_is_killed_and_the_sandbox_lives(start_sandbox: Any) -> None:
+    s = await start_sandbox(memory_mib=128)
+    done = await s.exec("python3 -c 'x = bytearray(400 * 2**20); print(len(x))'", timeout_sec=30)
+    assert done.return_code in (1, 137)  # prlimit: MemoryError; control group: killed
+    assert done.stdout is None
+    assert await out(s, "echo alive") == "alive"
+    await s.stop(delete=True)
+
+
+async def test_a_fork_bomb_is_contained(start_sandbox: Any) -> None:
+    s = await start_sandbox(pids=40)
+    bomb = "import os, time\nfor _ in range(500):\n    try:\n        os.fork() or time.sleep(60)\n    except OSError: time.sleep(60)"
+    with pytest.raises(RuntimeError):
+        await s.exec(f"python3 -c '{bomb}'", timeout_sec=1)
+    await s.settle_for_verifier(None)
+    assert len((await out(s, "ps -e -o pid=")).split()) <= 6
+
+
+async def test_a_full_disk_is_contained_and_said(start_sandbox: Any) -> None:
+    s = await start_sandbox(disk_mib=16)
+    done = await s.exec("dd if=/dev/zero of=/app/big bs=1M count=64")
+    assert done.return_code != 0
+    assert "No space left" in (done.stderr or "")
+    assert await out(s, "echo alive") == "alive"
+    await s.stop(delete=True)
+    assert s.exhausted == "disk"
+
+
+async def test_no_disk_limit_writes_to_a_folder_that_goes(start_sandbox: Any, sandbox_cache: Path) -> None:
+    s = await start_sandbox(disk_mib=0)
+    await out(s, "echo kept > /app/file")
+    assert list((sandbox_cache / "owners").glob("*/*/upper0/app/file"))
+    await s.stop(delete=True)
+    assert not list((sandbox_cache / "owners").glob("*/*/upper0"))
+
+
+async def test_cpu_limit(start_sandbox: Any) -> None:
+    from rl360.sandboxes.local import cgroups
+
+    if "cpu" not in cgroups.find().parents:
+        pytest.skip("no cpu controller")
+    s = await start_sandbox(cpus=0.2)
+    code = "import time\nt = time.monotonic() + 1\nwhile time.monotonic() < t: pass\nprint(time.process_time())"
+    assert float(await out(s, f"python3 -c '{code}'")) < 0.6  # a fifth of a second, and the slack of the period
+
+
+async def test_the_lifetime_ends_it(start_sandbox: Any) -> None:
+    s = await start_sandbox(lifetime_s=0.7)
+    with pytest.raises(RuntimeError, match="sandbox ended"):
+        await s.exec("sleep 30")
+    assert s.exhausted == "lifetime"
+    with pytest.raises(RuntimeError, match="not running"):
+        await s.exec("true")
+
+
+async def test_killing_the_shell_is_a_runtime_error(start_sandbox: Any) -> None:
+    s = await start_sandbox()
+    with pytest.raises(RuntimeError, match="sandbox ended|not running"):
+        await s.exec("kill -9 2", timeout_sec=10)  # its own answer may still arrive
+        await s.exec("sleep 1", timeout_sec=10)
+
+
+async def test_files_go_in_and_out(start_sandbox: Any, tmp_path: Path) -> None:
+    s = await start_sandbox()
+    source = tmp_path / "solution.py"
+    source.write_text("print(1)")
+    await s.upload_file(source_path=source, target_path="/app/new/solution.py")
+    assert await out(s, "python3 new/solution.py; stat -c %u new/solution.py") == "1\n0"
+    await out(s, "ln -s /etc/passwd link; ln -s /etc shadow_dir; mkdir -p d/e; echo x > d/e/f; mkfifo d/pipe")
+    await s.download_file(source_path="/app/link", target_path=tmp_path / "passwd")
+    assert "agent:x:1000" in (tmp_path / "passwd").read_text()  # the sandbox's, not the host's
+    await s.download_dir(source_dir="/app", target_dir=tmp_path / "app")
+    assert (tmp_path / "app/d/e/f").read_text() == "x\n"
+    assert not (tmp_path / "app/shadow_dir").exists()
+    with pytest.raises(RuntimeError, match="transfer"):
+        await s.download_file(source_path="/app/none", target_path=tmp_path / "none")
+    assert await s.is_dir("/app/d")
+    assert not await s.is_file("/app/d")
+
+
+async def test_settling_kills_leftovers_and_empties_the_verifiers_folders(start_sandbox: Any) -> None:
+    s = await start_sandbox()
+    await out(s, "mkdir /tests; echo planted > /tests/conftest.py; echo 1 > /logs/verifier/reward.txt")
+    await out(s, "(setsid nohup sh -c 'while :; do echo 1 > /logs/verifier/reward.txt; done' >/dev/null 2>&1 &)")
+    await s.settle_for_verifier(None)
+    assert await out(s, "ls -A /logs/verifier; ls -d /tests 2>/dev/null || true") == ""
+    await asyncio.sleep(0.2)
+    assert await out(s, "ls -A /logs/verifier") == ""
+    assert await out(s, "stat -c %a /logs/verifier") == "755"
+
+
+async def test_layers_are_built_once_and_shared(start_sandbox: Any, sandbox_cache: Path) -> None:
+    text = "FROM x\nWORKDIR /opt/w\nCOPY data.txt .\nRUN cat data.txt > made && date +%N >> made && rm /etc/issue\nUSER agent\n"
+    before = set((sandbox_cache / "layers").glob("*"))
+    first = await start_sandbox(text, files={"data.txt": "one\n"})
+    second = await start_sandbox(text, files={"data.txt": "one\n"})
+    third = await start_sandbox(text, files={"data.txt": "two\n"})
+    made = [await out(s, "cat /opt/w/made") for s in (first, second, third)]
+    assert made[0] == made[1]
+    assert made[2].startswith("two")
+    assert await out(first, "id -un; pwd; ls /etc/issue 2>/dev/null || echo gone") == "agent\n/opt/w\ngone"
+    layers = {p for p in set((sandbox_cache / "layers").glob("*")) - before if p.suffix != ".lock"}
+    assert len(layers) == 2
+    assert all(p.is_dir() and ".tmp" not in p.name for p in layers)
+
+
+async def test_a_failed_step_says_which_and_leaves_no_layer(start_sandbox: Any, sandbox_cache: Path) -> None:
+    with pytest.raises(Exception, match="echo why >&2; exit 3") as error:
+        await start_sandbox("FROM x\nRUN echo why >&2; exit 3\n")
+    assert type(error.value).__name__ == "SandboxBuildFailedError"
+    assert "ended with 3" in str(error.value)
+    assert not [p for p in (sandbox_cache / "layers").glob("*") if ".tmp" in p.name]
+
+
+async def test_the_environment_is_not_in_the_hosts_process_list(start_sandbox: Any) -> None:
+    await start_sandbox("FROM x\nENV TOKEN=hush-hush-1\n")
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                assert b"hush-hush-1" not in (entry / "cmdline").read_bytes()
+            except OSError:
+                continue

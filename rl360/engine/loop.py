@@ -64,8 +64,7 @@ class TrainingLoop:
         """Train until `iterations`. Raises Interrupted when asked to stop, after leaving a run that can be resumed."""
         self.submitted = self.state.iteration
         try:
-            if self.state.iteration == 0 and self.settings.evaluate_at_start:
-                self.evaluate()
+            self.evaluate_if_due()
             while self.state.iteration < self.settings.iterations:
                 self.iterate()
         except Interrupted:
@@ -103,8 +102,7 @@ class TrainingLoop:
             self.state, iteration=iteration + 1, version=update.version, task_position=self.cursor.position
         )
         self.watchdog.progress()
-        if self.due(self.settings.evaluate_every):
-            self.evaluate()
+        self.evaluate_if_due()
         if self.due(self.settings.checkpoint_every):
             self.checkpoint()
 
@@ -194,20 +192,26 @@ class TrainingLoop:
                 raise RL360Error(f"engines did not confirm version {update.version}: {', '.join(report.dropped)}")
         return time.monotonic() - began
 
-    def evaluate(self) -> None:
+    def evaluate_if_due(self) -> None:
+        """Every so many iterations, and once each: a resume makes up for one that was cut."""
+        first = self.state.iteration == 0
+        due = self.settings.evaluate_at_start if first else self.due(self.settings.evaluate_every)
+        if self.evaluator is not None and due and self.state.last_evaluated != self.state.iteration:
+            self.evaluate(self.evaluator)
+
+    def evaluate(self, evaluator: Evaluator) -> None:
         """Success on tasks that are not trained on, at the weights of now."""
-        if self.evaluator is None:
-            return
         with self.watchdog.stage("evaluate"):
-            specs = [self.record.next_tries(spec) for spec in self.evaluator.specs(self.state.iteration)]
+            specs = [self.record.next_tries(spec) for spec in evaluator.specs(self.state.iteration)]
             for spec in specs:
                 self.rollout.submit(spec)
             groups = []
             for _ in specs:
                 groups.append(self.next_group(Purpose.EVAL))
                 self.watchdog.progress()
-        report = self.evaluator.summarize(self.state.version, self.state.iteration, groups)
+        report = evaluator.summarize(self.state.version, self.state.iteration, groups)
         self.record.evaluation(report, sorted(groups, key=lambda group: group.spec.group_id))
+        self.state = replace(self.state, last_evaluated=self.state.iteration)
         best = self.state.best_success_rate
         if report.success_rate is not None and (best is None or report.success_rate > best):
             self.state = replace(self.state, best_success_rate=report.success_rate, best_iteration=self.state.iteration)

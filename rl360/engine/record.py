@@ -38,7 +38,6 @@ class RunRecord:
         self._journal = Journal(run_dir)
         self._trajectories = Trajectories(run_dir)
         self.loggers = list(loggers)
-        self._lost: dict[str, list[Started]] = {}  # by attempt: tries that ended with an earlier process
         self.iterations_done = 0
 
     # ---- rollout events ----------------------------------------------------------------------------------------------
@@ -59,31 +58,31 @@ class RunRecord:
     def resume_at(self, iteration: int) -> list[Attempt]:
         """Go back to where `iteration` begins. Returns the finished attempts that need not be made again.
 
-        Tries that had begun and left no finished attempt are requeued: their attempt gets another try.
+        Tries that left no such attempt are requeued, and so are those that failed under the policy: what made them fail
+        may be why the run ended, and a resume that met it again would end again.
         """
         open_tries = self._ledger.rollback(iteration)
         self._trajectories.cut(iteration)
         usable = {
-            a.spec.try_id: a for a in self._journal.read() if is_run_again(a.spec.purpose, a.spec.iteration, iteration)
+            a.spec.try_id: a
+            for a in self._journal.read()
+            if a.valid and is_run_again(a.spec.purpose, a.spec.iteration, iteration)
         }
-        still_open = {one.try_id for one in open_tries}
-        lost = [one for one in open_tries if one.try_id not in usable]
-        for one in lost:
-            self._lost.setdefault(one.attempt_id, []).append(one)
+        rows = [
+            (one, outcome_of(one, OutcomeKind.REQUEUED, "run_ended")) for one in open_tries if one.try_id not in usable
+        ]
+        self._ledger.record([outcome for _, outcome in rows])
+        self._trajectories.write(rows)
         self.iterations_done = iteration
+        still_open = {one.try_id for one in open_tries}
         return [attempt for try_id, attempt in usable.items() if try_id in still_open]
 
     def next_tries(self, spec: GroupSpec) -> GroupSpec:
-        """The group with each attempt numbered after the tries that the ledger knows; its seed stays.
-
-        What an earlier process left open gets its outcome here, where the attempt is made again.
-        """
+        """The group with each attempt numbered after the tries that the ledger knows; its seed stays."""
         attempts = []
         for attempt in spec.attempts:
             number = self._ledger.next_try_number(attempt.attempt_id)
             before = replace(attempt, try_number=number - 1).try_id if number else None
-            for one in self._lost.pop(attempt.attempt_id, []):
-                self.requeued(replace(attempt, try_number=one.try_number, retry_of=one.retry_of), "run_ended")
             attempts.append(replace(attempt, try_number=number, retry_of=before))
         return replace(spec, attempts=tuple(attempts))
 
@@ -153,7 +152,7 @@ class RunRecord:
         self._ledger.close()
 
 
-def outcome_of(spec: AttemptSpec, kind: OutcomeKind, reason: str | None) -> Outcome:
+def outcome_of(spec: AttemptSpec | Started, kind: OutcomeKind, reason: str | None) -> Outcome:
     return Outcome(spec.try_id, spec.attempt_id, spec.group_id, spec.iteration, spec.purpose, kind, reason)
 
 

@@ -40,6 +40,7 @@ class RunState:
     task_fingerprint: str | None = None  # of the data set that the position counts in
     best_success_rate: float | None = None  # of the evaluations so far
     best_iteration: int | None = None
+    last_evaluated: int | None = None  # iteration whose evaluation is complete; one that was cut is made again
     wall_s: float = 0.0  # spent by earlier processes of this run and this one up to here
     random_state: Mapping[str, Any] = field(default_factory=dict)  # of generators outside the trainer
 

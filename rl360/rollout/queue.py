@@ -324,7 +324,8 @@ class QueueRollout:
         return attempt, verdict
 
     async def _run_trial(self, spec: AttemptSpec, url: str) -> TrialResult:
-        rank = self._load.index(min(self._load))
+        alive = [rank for rank in range(self._workers.size) if self._workers.alive(rank)]
+        rank = min(alive or range(self._workers.size), key=self._load.__getitem__)
         self._load[rank] += 1
         try:
             return await self._workers.call(rank, "run", spec, url, timeout_s=self._client_timeout_s)

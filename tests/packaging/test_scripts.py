@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -139,3 +140,51 @@ def test_make_without_a_target_lists_the_targets() -> None:
     done = subprocess.run(["make", "-C", str(ROOT)], capture_output=True, text=True, check=True)
     for target in ("quickstart", "test", "setup", "lint", "lock"):
         assert f"make {target} " in done.stdout
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """As much of a checkout as the set-up reads before it installs the packages."""
+    folder = tmp_path / "checkout"
+    for name in ("scripts/setup.sh", "scripts/find_python.sh", "requirements/base.txt", "requirements/local.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    shutil.copy2(ROOT / "requirements" / "dev.txt", folder / "requirements")
+    shutil.copy2(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def set_up(checkout: Path, *, first_on_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Plain pip, no uv, an index that refuses at once."""
+    refused = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull}
+    return subprocess.run(
+        ["/bin/sh", str(checkout / "scripts" / "setup.sh")],
+        env={"PATH": f"{first_on_path}:/usr/bin:/bin", "RL360_PYTHON": sys.executable, **refused, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(shutil.which("uv", path="/usr/bin:/bin") is not None, reason="uv lies in /usr/bin here")
+def test_an_index_that_does_not_answer_is_one_clear_line(checkout: Path, tmp_path: Path) -> None:
+    done = set_up(checkout, first_on_path=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("setup: installing packages failed: the package index does not answer; check the network")
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_downloaded(checkout: Path, tmp_path: Path) -> None:
+    make_program(tmp_path / "df", "echo head; echo 'disk 9 9 3145728 1% /'")  # 3 GiB in KiB
+    done = set_up(checkout, first_on_path=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line == f"setup: 3 GiB free in {checkout}; the packages need about 9 GiB"
+
+
+def test_a_disk_that_fills_up_is_one_clear_line(checkout: Path, tmp_path: Path) -> None:
+    make_program(tmp_path / "uv", "echo 'error: failed to write: No space left on device (os error 28)' >&2; exit 2")
+    done = set_up(checkout, first_on_path=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("setup: installing packages failed: the disk is full; free about 9 GiB in ")

@@ -19,7 +19,9 @@ EXTRAS = {"base": (), "local": ("local",), "dev": ("local", "dev")}
 
 # Put together from parts, so that this file does not hold what it looks for. A path after a brace or a word is one
 # inside a sandbox's own root.
-FORBIDDEN = re.compile(r"(?<![\w}.$])/(wo" + r"rk|ro" + r"ot)/|pypi" + r"\.org|python" + r"hosted|registry\.npm" + r"js")
+FORBIDDEN = re.compile(
+    r"(?<![\w}.$])/(wo" + r"rk|ro" + r"ot)/|pypi" + r"\.org|python" + r"hosted|registry\.npm" + r"js"
+)
 
 
 def locked(name: str) -> dict[str, str]:

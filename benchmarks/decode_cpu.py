@@ -1,7 +1,9 @@
 """Decoding speed of the embedded engine on the CPU, beside transformers' generate, in one run on one model.
 
 In: an HF folder. Out: a table of output tokens per second at several batch sizes; prompts differ, so no prefill is
-shared, and both sample at temperature 1 for the same number of tokens. `--profile` adds where a step's time goes.
+shared, and both sample at temperature 1 for the same number of tokens. Tokens per CPU-second
+(prefill included) stay meaningful on a machine that others use too, with --threads 1. `--profile` adds where a step's
+time goes.
 
     python benchmarks/decode_cpu.py --model ~/.cache/rl360/models/smollm2_135m
 """
@@ -102,23 +104,28 @@ def main() -> None:
     )
     for batch in arguments.batches:
         prompts = make_prompts(batch, arguments.prompt_tokens, decoder.config.vocab_size)
-        ours, theirs = [], []
+        ours: list[tuple[float, float, float]] = []
+        theirs: list[tuple[float, float, float]] = []
         for _ in range(arguments.repeats):
             engine.flush()
-            ours.append(engine_seconds(engine, prompts, arguments.new_tokens))
-            if model is not None:
-                theirs.append(transformers_seconds(model, prompts, arguments.new_tokens))
+            for times, measure, what in ((ours, engine_seconds, engine), (theirs, transformers_seconds, model)):
+                if what is not None:
+                    cpu = time.process_time()
+                    prefill, decode = measure(what, prompts, arguments.new_tokens)
+                    times.append((prefill, decode, time.process_time() - cpu))
         for name, times in (("engine", ours), ("transformers", theirs)):
             if times:
                 # The engine's rows start one after the other, so some tokens fall into its prefill time: it is judged
                 # by what remains after the last row has begun.
                 tokens = batch * (arguments.new_tokens - 1)
                 total = batch * arguments.new_tokens
-                decode = [tokens / d for _, d in times]
-                both = [total / (p + d) for p, d in times]
+                decode = [tokens / d for _, d, _ in times]
+                both = [total / (p + d) for p, d, _ in times]
+                cpu_rate = max(total / c for _, _, c in times)
                 print(
                     f"batch {batch:3d}  {name:13s} decode {max(decode):6.0f} {statistics.median(decode):6.0f}   "
-                    f"with prefill {max(both):6.0f} {statistics.median(both):6.0f}"
+                    f"with prefill {max(both):6.0f} {statistics.median(both):6.0f}   per CPU-second {cpu_rate:6.0f}",
+                    flush=True,
                 )
     if arguments.profile:
         profile(engine, make_prompts(32, arguments.prompt_tokens, decoder.config.vocab_size), 24)

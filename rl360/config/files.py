@@ -62,7 +62,11 @@ def _model(config: RootConfig, found: Found) -> None:
     folder = found.model_dir
     key = "model.path" if config.model.path else "model"
     if not folder.is_dir():
-        hint = f"; try: rl360 model fetch {config.model.name}" if config.model.source else "; give one with model.path=<folder>"
+        hint = (
+            f"; try: rl360 model fetch {config.model.name}"
+            if config.model.source
+            else "; give one with model.path=<folder>"
+        )
         found.problems.append(f"{key}: no model folder {folder}{hint}")
         return
     found.problems.extend(f"{key}: {problem}" for problem in _folder_problems(folder, config.model.random_init))

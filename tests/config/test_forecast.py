@@ -47,7 +47,7 @@ def test_memory_by_hand_for_a_small_shape(typed):
     assert memory["adam"] == 2850 * 8
     assert memory["activations"] == 2 * 8 * 4 * (8 * 10 + 4 * 20)
     assert memory["logits_chunk"] == 2 * 8 * 100 * 4  # the chunk is larger than the micro-batch
-    assert memory["trial_workers"] == 3 * 200 * MIB
+    assert memory["trial_workers"] == 3 * 100 * MIB
     assert memory["kv_cache"] == 64 * 4 * 2 * 2 * 1 * 5 * 4  # below the limit of 1 GiB
     assert "reference" not in memory
 

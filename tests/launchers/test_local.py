@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -81,3 +82,20 @@ def test_a_saved_config_that_no_longer_fits_is_reported(tmp_path, capsys):
     save(tmp_path, {**compose(Request()).values, "stepz": 1}, {})
     assert run_folder(Path(tmp_path)) == 1
     assert "stepz: unknown key" in capsys.readouterr().err
+
+
+def test_a_sigterm_is_passed_on_so_that_a_point_ends_in_its_own_time():
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(30)\n"
+    )
+    parent = (
+        "import os, signal, sys, threading\n"
+        "from launchers.local import _child\n"
+        "threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        f"sys.exit(_child((sys.executable, '-c', {code!r})))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (130, "ready\n"), done.stderr

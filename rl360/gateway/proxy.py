@@ -25,7 +25,8 @@ from rl360.gateway.engine_client import HttpEngine
 from rl360.gateway.engine_pool import EnginePool, mix_seed, read_reply, sampling_params
 from rl360.gateway.openai_api import RequestError, stream_events
 from rl360.gateway.parsers import make_parser
-from rl360.gateway.session import ProxySession, Services
+from rl360.gateway.replies import Services
+from rl360.gateway.session import ProxySession
 from rl360.gateway.session_log import SessionLog
 from rl360.gateway.templates import ChatTemplate
 from rl360.gateway.tokenizer import TextTokenizer

@@ -10,19 +10,16 @@ templates, tokenization) happens in the executor; what is left on the event loop
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 from rl360.errors import EngineError
-from rl360.gateway.engine_pool import EnginePool, Generation, mix_seed
-from rl360.gateway.messages import CanonicalMessage, canonical, normalise
+from rl360.gateway.engine_pool import mix_seed
 from rl360.gateway.openai_api import (
     ChatRequest,
     ReplyOptions,
@@ -33,31 +30,15 @@ from rl360.gateway.openai_api import (
     parse_request,
     with_options,
 )
-from rl360.gateway.parsers import TurnParser
+from rl360.gateway.replies import Services, assistant_message, engine_extra
 from rl360.gateway.templates import Boundary, ChatTemplate, Rendering, TemplateRefused
-from rl360.gateway.tokenizer import TextTokenizer
 from rl360.gateway.tokens import Plan, Sampled, TokenHistory
 from rl360.types import AttemptSpec, Session, Stop, Turn
 
 log = logging.getLogger(__name__)
 
-# Agents answer a truncated turn by asking again, uncounted (one made 316 calls); after this many the session ends.
-MAX_TRUNCATED_TURNS = 4
 STATUS_BY_CAUSE = {"engine_refused": 503, "engine_timeout": 504}  # any other engine failure is a 502
 Messages = Sequence[Mapping[str, Any]]
-CALL_ID_CHARS = 9  # the length that the strictest templates ask for
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """What every session of a proxy shares."""
-
-    tokenizer: TextTokenizer
-    template: ChatTemplate
-    parser: TurnParser
-    pool: EnginePool
-    executor: Executor
-    max_truncated_turns: int = MAX_TRUNCATED_TURNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +235,9 @@ class ProxySession:
                 min(sampling.max_new_tokens, room),
                 mix_seed(self.spec.seed, number),
             )
-            message, known = await self._offload(self._message, request, plan, generation, number)
+            message, known = await self._offload(
+                assistant_message, self._services, request, plan, generation, (self.spec.seed, number)
+            )
             sampled = Sampled(generation.token_ids, generation.logprobs, generation.version_spans)
             async with self._planning:
                 segment = self._tokens.commit(plan, sampled, known)
@@ -265,7 +248,16 @@ class ProxySession:
         finish = (
             "tool_calls" if message.get("tool_calls") and generation.finish_type == "stop" else generation.finish_type
         )
-        payload = self._payload(request, plan, generation, message, finish, number, segment)
+        payload = completion(
+            completion_id=f"chatcmpl-{self.spec.try_id}-{number}",
+            model=request.model,
+            message=message,
+            finish_reason=finish,
+            prompt_tokens=len(plan.prompt_ids),
+            completion_tokens=len(generation.token_ids),
+            cached_tokens=generation.cached_tokens,
+            extra={"turn": number, "segment": segment, "fork_reason": plan.fork_reason, **engine_extra(generation)},
+        )
         turn = Turn(
             request_messages=tuple(request.messages[plan.first_new_message :]),
             response_message=message,
@@ -277,55 +269,6 @@ class ProxySession:
         )
         answer = Answer(payload, len(plan.prompt_ids), generation.token_ids, generation.logprobs, segment)
         return answer, turn, plan
-
-    def _message(
-        self, request: ChatRequest, plan: Plan, generation: Generation, number: int
-    ) -> tuple[dict[str, Any], CanonicalMessage]:
-        """The assistant message of a turn, and its comparable form (runs in the executor)."""
-        text = self._services.tokenizer.decode_turn(generation.token_ids)
-        parsed = self._services.parser.parse(text, plan.generation_prompt, request.parse_tools)
-        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
-        if parsed.calls:
-            message["content"] = parsed.content or None
-            message["tool_calls"] = [
-                {
-                    "id": _call_id(self.spec.seed, number, index),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for index, call in enumerate(parsed.calls)
-            ]
-        return message, canonical(normalise(message, "response"))
-
-    def _payload(
-        self,
-        request: ChatRequest,
-        plan: Plan,
-        generation: Generation,
-        message: dict[str, Any],
-        finish: str,
-        number: int,
-        segment: int,
-    ) -> dict[str, Any]:
-        return completion(
-            completion_id=f"chatcmpl-{self.spec.try_id}-{number}",
-            model=request.model,
-            message=message,
-            finish_reason=finish,
-            prompt_tokens=len(plan.prompt_ids),
-            completion_tokens=len(generation.token_ids),
-            cached_tokens=generation.cached_tokens,
-            extra={
-                "turn": number,
-                "segment": segment,
-                "fork_reason": plan.fork_reason,
-                "versions": [span.version for span in generation.version_spans],
-                "interruptions": generation.interruptions,
-                "engine": list(generation.engine_says),
-            },
-        )
 
     def _with_options(self, answer: Answer, options: ReplyOptions) -> dict[str, Any]:
         decode = self._services.tokenizer.decode
@@ -408,8 +351,3 @@ def _retrieve(task: asyncio.Task[Answer]) -> None:
     """A failure that no client waits for any more was already recorded and logged."""
     if not task.cancelled():
         task.exception()
-
-
-def _call_id(seed: int, turn: int, index: int) -> str:
-    """Deterministic, unique in the session, letters and digits only."""
-    return "c" + hashlib.blake2b(f"{seed},{turn},{index}".encode(), digest_size=8).hexdigest()[: CALL_ID_CHARS - 1]

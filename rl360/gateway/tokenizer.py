@@ -81,11 +81,13 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that starts a sequence."""
+        # A batch of one: unlike `encode`, it lets other threads run meanwhile (measured: 35 ms for 54 kB of text).
         try:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         except (TypeError, UnicodeEncodeError):  # a lone surrogate, which JSON allows and UTF-8 does not
             clean = text.encode("utf-8", "replace").decode()
-            return list(self._backend.encode(clean, add_special_tokens=False).ids)
+            (encoding,) = self._backend.encode_batch_fast([clean], add_special_tokens=False)
+        return list(encoding.ids)
 
     def encode_after(self, text: str, anchor: int | None) -> list[int]:
         """Token ids of a text that follows the added token `anchor`.

@@ -12,7 +12,8 @@ from typing import Any
 
 from rl360.gateway.engine_pool import EnginePool
 from rl360.gateway.parsers import make_parser
-from rl360.gateway.session import ProxySession, Services
+from rl360.gateway.replies import Services
+from rl360.gateway.session import ProxySession
 from rl360.gateway.templates import ChatTemplate
 from rl360.types import AttemptSpec
 from tests.gateway.kit import END_OF_TURN, THINKING, tokenizer_of

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -72,7 +73,7 @@ class StubModel:
         if fault is not None and fault.kind == "status":
             return fault.status, {"error": {"message": "injected"}}
         prompt, params = tuple(payload["input_ids"]), payload["sampling_params"]
-        seed = hashlib.sha256(f"{prompt}{params['sampling_seed']}".encode()).digest()
+        seed = hashlib.sha256(array("q", [*prompt, params["sampling_seed"]]).tobytes()).digest()
         rng = random.Random(seed)
         limit = params["max_new_tokens"]
         if self.script:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,18 @@ def test_a_turns_text_is_without_its_end_and_survives_odd_input() -> None:
     assert tokenizer.decode_turn(ids) == "<think>hi</think>"
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
     assert tokenizer.encode_after("", end) == []
+
+
+def test_encoding_a_long_text_lets_other_threads_run() -> None:
+    tokenizer = tokenizer_of()
+    with ThreadPoolExecutor(1) as executor:
+        encoding = executor.submit(tokenizer.encode, "def solve(x): return x + 1\n" * 20_000)
+        turns = 0
+        while not encoding.done():
+            time.sleep(0.001)
+            turns += 1
+        assert len(encoding.result()) == 200_000
+    assert turns > 20
 
 
 @pytest.mark.model

@@ -1,0 +1,72 @@
+"""From a sampled turn to what its client is told.
+
+In: ids and the plan of their prompt. Out: the assistant message, its comparable form, and what the engine said beyond
+OpenAI's fields. Left to others: sessions (session.py), response shapes (openai_api.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from rl360.gateway.engine_pool import EnginePool, Generation
+from rl360.gateway.messages import CanonicalMessage, canonical, normalise
+from rl360.gateway.openai_api import ChatRequest
+from rl360.gateway.parsers import TurnParser
+from rl360.gateway.templates import ChatTemplate
+from rl360.gateway.tokenizer import TextTokenizer
+from rl360.gateway.tokens import Plan
+
+# Agents answer a truncated turn by asking again, uncounted (one made 316 calls); after this many the session ends.
+MAX_TRUNCATED_TURNS = 4
+CALL_ID_CHARS = 9  # the length that the strictest templates ask for
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What every session of a proxy shares."""
+
+    tokenizer: TextTokenizer
+    template: ChatTemplate
+    parser: TurnParser
+    pool: EnginePool
+    executor: Executor
+    max_truncated_turns: int = MAX_TRUNCATED_TURNS
+
+
+def assistant_message(
+    services: Services, request: ChatRequest, plan: Plan, generation: Generation, seed: tuple[int, int]
+) -> tuple[dict[str, Any], CanonicalMessage]:
+    """The message of a turn and its comparable form. `seed`: the attempt's and the turn, for the ids of tool calls."""
+    text = services.tokenizer.decode_turn(generation.token_ids)
+    parsed = services.parser.parse(text, plan.generation_prompt, request.parse_tools)
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["content"] = parsed.content or None
+        message["tool_calls"] = [
+            {
+                "id": _call_id(*seed, index),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for index, call in enumerate(parsed.calls)
+        ]
+    return message, canonical(normalise(message, "response"))
+
+
+def engine_extra(generation: Generation) -> dict[str, Any]:
+    """What the engine said that has no place in OpenAI's response."""
+    return {
+        "versions": [span.version for span in generation.version_spans],
+        "interruptions": generation.interruptions,
+        "engine": list(generation.engine_says),
+    }
+
+
+def _call_id(seed: int, turn: int, index: int) -> str:
+    """Deterministic, unique in the session, letters and digits only."""
+    return "c" + hashlib.blake2b(f"{seed},{turn},{index}".encode(), digest_size=8).hexdigest()[: CALL_ID_CHARS - 1]

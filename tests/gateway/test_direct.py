@@ -1,0 +1,122 @@
+"""The gateway as the driver uses it: a real proxy process in front of a stub engine."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rl360.engine.workers import LocalWorkerGroup
+from rl360.errors import ConfigError, EngineError, RL360Error
+from rl360.gateway.direct import DirectGateway
+from rl360.protocols import Gateway
+from tests.gateway.kit import attempt_spec, tokenizer_of, write_folder
+from tests.gateway.stub_engine import Fault, StubModel, serve
+from tests.gateway.test_random_chats import check_truth
+
+
+@asynccontextmanager
+async def gateway(tmp_path: Path, **kwargs: Any) -> AsyncIterator[tuple[DirectGateway, StubModel]]:
+    model = StubModel(tokenizer_of(), 3)
+
+    def make_workers(target: str, size: int, kwargs: Any, name: str) -> LocalWorkerGroup:
+        return LocalWorkerGroup(target, size, kwargs, name=name, log_dir=tmp_path / "logs")
+
+    async with serve(model) as url:
+        made = DirectGateway(
+            engine_urls=[url],
+            tokenizer_dir=write_folder(tmp_path / "model"),
+            worker_group_factory=make_workers,
+            log_dir=tmp_path / "logs",
+            request_timeout_s=20,
+            **kwargs,
+        )
+        try:
+            yield made, model
+        finally:
+            await made.close()
+
+
+async def test_from_start_to_close(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as (made, model):
+        assert isinstance(made, Gateway)
+        await made.start()
+        assert await made.health()
+        await made.verify()
+        model.samples.clear()
+        specs = [attempt_spec(f"a{i}") for i in range(8)]
+        urls = await asyncio.gather(*(made.open(spec) for spec in specs))
+        assert len(set(urls)) == 8
+        async with aiohttp.ClientSession() as client:
+
+            async def talk(url: str, name: str) -> None:
+                messages: list[dict[str, Any]] = [{"role": "user", "content": name}]
+                for _ in range(3):
+                    async with client.post(f"{url}/chat/completions", json={"messages": messages}) as response:
+                        message = (await response.json())["choices"][0]["message"]
+                    messages += [message, {"role": "user", "content": "next"}]
+
+            await asyncio.gather(*(talk(url, str(i)) for i, url in enumerate(urls)))
+        await made.discard(specs[0].try_id)
+        sessions = [await made.close_session(spec.try_id) for spec in specs[1:]]
+    for session in sessions:
+        (segment,) = session.segments
+        mine = [s for s in model.samples if segment.token_ids_T.tolist()[: len(s.prompt)] == list(s.prompt)]
+        assert len(mine) == len(session.turns) == 3
+        check_truth(session, mine)
+    assert len((tmp_path / "logs" / "sessions.jsonl").read_text().splitlines()) == 9  # verify's own is one
+
+
+async def test_health_answers_while_long_histories_are_worked_on(tmp_path: Path) -> None:
+    text = "def solve(x): return x + 1\n" * 2000
+    async with gateway(tmp_path) as (made, _), aiohttp.ClientSession() as client:
+        await made.start()
+        health_url = f"{await made._group.call(0, 'url')}/health"
+        urls = [await made.open(attempt_spec(f"a{i}", max_context_tokens=10**7)) for i in range(24)]
+
+        async def ask(url: str) -> int:
+            body = {"messages": [{"role": "user", "content": text}]}
+            async with client.post(f"{url}/chat/completions", json=body) as response:
+                return response.status
+
+        asking = asyncio.gather(*(ask(url) for url in urls))
+        waits = await asyncio.to_thread(_time_health, health_url, asking)
+        assert set(await asking) == {200}
+    assert statistics.median(waits) < 1.0, waits
+
+
+def _time_health(url: str, asking: asyncio.Future[Any]) -> list[float]:
+    """Seconds of each health call until `asking` is done; from a thread, so that this process's loop does not count."""
+    waits = []
+    while not asking.done():
+        began = time.monotonic()
+        with urllib.request.urlopen(url, timeout=30) as response:
+            assert response.status == 200
+        waits.append(time.monotonic() - began)
+        time.sleep(0.01)
+    return waits
+
+
+@pytest.mark.parametrize("field", ["meta_info.weight_version", "meta_info.output_token_logprobs"])
+async def test_verify_fails_on_what_training_would_miss(tmp_path: Path, field: str) -> None:
+    async with gateway(tmp_path) as (made, model):
+        await made.start()
+        model.faults.append(Fault("drop", field=field))
+        with pytest.raises(EngineError, match=field.split(".")[1]):
+            await made.verify()
+        await made.verify()
+
+
+async def test_a_missing_model_folder_is_told_at_start(tmp_path: Path) -> None:
+    async with gateway(tmp_path, tool_parser="none") as (made, _):
+        (tmp_path / "model" / "tokenizer.json").unlink()
+        with pytest.raises((ConfigError, RL360Error), match=r"tokenizer.json: not found"):
+            await made.start()

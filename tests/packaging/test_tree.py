@@ -17,10 +17,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCKS = ("base", "local", "dev")
 EXTRAS = {"base": (), "local": ("local",), "dev": ("local", "dev")}
 
-# Put together from parts, so that this file does not hold what it looks for. A path after a brace or a word is one
-# inside a sandbox's own root.
+# Put together from parts, so that this file does not hold what it looks for. Of root's home only what lies hidden in it
+# counts: the home itself is also a path inside every sandbox.
 FORBIDDEN = re.compile(
-    r"(?<![\w}.$])/(wo" + r"rk|ro" + r"ot)/|pypi" + r"\.org|python" + r"hosted|registry\.npm" + r"js"
+    r"(?<![\w}.$])/(wo" + r"rk/|ro" + r"ot/\.)|pypi" + r"\.org|python" + r"hosted|registry\.npm" + r"js"
 )
 
 

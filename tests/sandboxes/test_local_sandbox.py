@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +154,7 @@ async def test_a_memory_bomb_is_killed_and_the_sandbox_lives(start_sandbox: Any)
 
 async def test_a_fork_bomb_is_contained(start_sandbox: Any) -> None:
     s = await start_sandbox(pids=40)
-    bomb = "import os, time\nfor _ in range(500):\n    try:\n        os.fork() or time.sleep(60)\n    except OSError: time.sleep(60)"
+    bomb = "import os, time\nfor _ in range(500):\n try: os.fork() or time.sleep(60)\n except OSError: time.sleep(60)"
     with pytest.raises(RuntimeError):
         await s.exec(f"python3 -c '{bomb}'", timeout_sec=1)
     await s.settle_for_verifier(None)
@@ -197,8 +200,9 @@ async def test_the_lifetime_ends_it(start_sandbox: Any) -> None:
 
 async def test_killing_the_shell_is_a_runtime_error(start_sandbox: Any) -> None:
     s = await start_sandbox()
-    with pytest.raises(RuntimeError, match="sandbox ended|not running"):
+    with suppress(RuntimeError):
         await s.exec("kill -9 2", timeout_sec=10)  # its own answer may still arrive
+    with pytest.raises(RuntimeError, match=r"sandbox ended|not running"):
         await s.exec("sleep 1", timeout_sec=10)
 
 
@@ -232,7 +236,8 @@ async def test_settling_kills_leftovers_and_empties_the_verifiers_folders(start_
 
 
 async def test_layers_are_built_once_and_shared(start_sandbox: Any, sandbox_cache: Path) -> None:
-    text = "FROM x\nWORKDIR /opt/w\nCOPY data.txt .\nRUN cat data.txt > made && date +%N >> made && rm /etc/issue\nUSER agent\n"
+    run = "cat data.txt > made && date +%N >> made && rm /etc/issue"
+    text = f"FROM x\nWORKDIR /opt/w\nCOPY data.txt .\nRUN {run}\nUSER agent\n"
     before = set((sandbox_cache / "layers").glob("*"))
     first = await start_sandbox(text, files={"data.txt": "one\n"})
     second = await start_sandbox(text, files={"data.txt": "one\n"})
@@ -262,3 +267,46 @@ async def test_the_environment_is_not_in_the_hosts_process_list(start_sandbox: A
                 assert b"hush-hush-1" not in (entry / "cmdline").read_bytes()
             except OSError:
                 continue
+
+
+AS_A_USER = """
+import asyncio, os, sys
+from pathlib import Path
+from rl360.sandboxes import abilities
+from rl360.sandboxes.local import cgroups, layers, rootfs
+from rl360.sandboxes.local.namespace import Keeper, Plan, SandboxProcess
+
+async def main():
+    assert os.geteuid() == 1000, os.geteuid()
+    report = abilities.probe()
+    assert report.userns and not report.problems, report
+    cache = Path(sys.argv[1])
+    base, hierarchy = rootfs.resolve("auto", cache), cgroups.Hierarchy(0, {}, "none for users")
+    keeper = Keeper(cache / "owners", "user", hierarchy)
+    limits = cgroups.Limits(memory_mib=256, pids=0)
+    plan = Plan(layers.base_trees(base), report.root_mode, True, hierarchy, limits, 64, 60.0, False, masks=base.masks)
+    sandbox = SandboxProcess(keeper, plan)
+    await sandbox.start()
+    done = await sandbox.run("id -u; echo x > /usr/bin/new && cat /usr/bin/new; ulimit -d; mount -t tmpfs x /mnt")
+    print(done)
+    bomb = await sandbox.run("python3 -c 'bytearray(400 * 2**20)'")
+    print("MemoryError" in bomb.stderr)
+    await sandbox.stop()
+    keeper.close()
+
+asyncio.run(main())
+"""
+
+
+def test_without_root_at_all(tmp_path: Path) -> None:
+    """As uid 1000 without any capability: in a user namespace of its own when the tests run as root."""
+    command = [sys.executable, "-c", AS_A_USER, str(tmp_path / "cache")]
+    if os.getuid() == 0:
+        command = ["bwrap", "--unshare-user", "--uid", "1000", "--gid", "1000", "--dev-bind", "/", "/", "--", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    result, memory_error = done.stdout.strip().splitlines()
+    assert "return_code=32" in result  # mount's own code for a refusal
+    assert f"stdout='0\\nx\\n{256 * 1024}\\n'" in result
+    assert memory_error == "True"
+    assert not Path("/usr/bin/new").exists()

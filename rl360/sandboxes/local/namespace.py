@@ -32,8 +32,8 @@ CAPABILITIES = (
     "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETGID", "CAP_SETUID",
     "CAP_SETPCAP", "CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT", "CAP_SETFCAP",
 )  # fmt: skip
-# bubblewrap covers some of these only where it thinks them writable, and is wrong about /proc/sys for uid 0: root inside
-# is uid 0 outside in privileged mode, so an open /proc/sys would set the host's kernel.
+# bubblewrap covers some of these only where it thinks them writable, and is wrong about /proc/sys for uid 0. Root
+# inside is uid 0 outside in privileged mode, so an open /proc/sys would set the host's kernel.
 _PROC_READ_ONLY = ("sys", "fs", "irq", "bus", "sysrq-trigger", "mtrr")
 _PROC_HIDDEN_FILES = ("kcore", "keys", "key-users", "timer_list", "sched_debug", "latency_stats", "kmsg", "interrupts")
 _PROC_HIDDEN_FOLDERS = ("acpi", "asound", "scsi", "driver")

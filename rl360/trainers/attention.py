@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rl360.trainers.packing import Tree
@@ -43,6 +44,27 @@ class _Rearrange(torch.autograd.Function):
         return grads[0].index_select(0, inverse), None, None
 
 
+class _Recomputed(torch.autograd.Function):
+    """Run `compute(*inputs)` and keep only its inputs; backward computes it again.
+
+    The padded copies and scores of a layer are three times its q, k and v, and cheap beside its projections.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.compute = compute
+        ctx.save_for_backward(*inputs)
+        return compute(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            out = ctx.compute(*inputs)
+        return None, *torch.autograd.grad(out, inputs, grad, allow_unused=True)
+
+
 class _TreePlan:
     """Indices and mask of one tree, made once a micro-batch and used by every layer."""
 
@@ -58,16 +80,22 @@ class _TreePlan:
         # Padding repeats the tree's first own row; causal order hides it from real rows and its outputs are dropped.
         self.pad_index = torch.where(inside_BL, starts[:, None] + columns[None], 0).flatten()
         self.unpad_index = inside_BL.flatten().nonzero().flatten()
-        self.mask_LP = _lower_right_causal_mask(self.longest, self.prefix_length + self.longest, dtype)
+        self.mask_LC = _lower_right_causal_mask(self.longest, self.prefix_length + self.longest, dtype)
 
-    def pad(self, x: Tensor) -> Tensor:
+    def branches(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, prefix_k: Tensor, prefix_v: Tensor) -> Tensor:
+        """Attention of the branches' own tokens, [own, H, D] from own q, k, v and the prefix's k, v [P, K, D]."""
+        q, k, v = (self._pad(x) for x in (q_NHD, k_NKD, v_NKD))
+        if self.prefix_length:
+            shape = (self.num_branches, *prefix_k.shape)
+            k = torch.cat((prefix_k.expand(shape), k), dim=1)
+            v = torch.cat((prefix_v.expand(shape), v), dim=1)
+        out = _masked(q, k, v, self.mask_LC).flatten(0, 1)
+        return out.index_select(0, self.unpad_index) if self.padded else out
+
+    def _pad(self, x: Tensor) -> Tensor:
         if self.padded:
             x = _Rearrange.apply(x, self.pad_index, self.unpad_index)
         return x.unflatten(0, (self.num_branches, self.longest))
-
-    def unpad(self, x: Tensor) -> Tensor:
-        x = x.flatten(0, 1)
-        return x.index_select(0, self.unpad_index) if self.padded else x
 
 
 def _lower_right_causal_mask(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -84,14 +112,10 @@ def tree_attend(trees: SequenceABC[Tree], dtype: torch.dtype) -> Attend:
         outs = []
         parts = zip(q_NHD.split(sizes), k_NKD.split(sizes), v_NKD.split(sizes), strict=True)
         for plan in plans:
-            prefix_q, prefix_k, prefix_v = next(parts)
-            own_q, own_k, own_v = (plan.pad(x) for x in next(parts))
+            prefix_qkv, own_qkv = next(parts), next(parts)
             if plan.prefix_length:
-                outs.append(_causal(prefix_q, prefix_k, prefix_v))
-                shape = (plan.num_branches, *prefix_k.shape)
-                own_k = torch.cat((prefix_k.expand(shape), own_k), dim=1)
-                own_v = torch.cat((prefix_v.expand(shape), own_v), dim=1)
-            outs.append(plan.unpad(_masked(own_q, own_k, own_v, plan.mask_LP)))
+                outs.append(_causal(*prefix_qkv))
+            outs.append(_Recomputed.apply(plan.branches, *own_qkv, *prefix_qkv[1:]))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     return attend

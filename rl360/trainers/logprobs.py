@@ -21,6 +21,10 @@ from torch import Tensor
 
 from rl360.models.linear import linear
 
+# Rows of the output matrix whose gradient is computed at once on the CPU: 4096 x 576 fp32 values stay in the cache
+# until they are added.
+HEAD_BLOCK_ROWS = 4096
+
 TokenLoss = Callable[[slice, Tensor], Tensor]
 """(slice of M, logprobs of these tokens) -> d loss / d logprob of each. Called once a chunk, in order."""
 
@@ -39,6 +43,7 @@ class _Chunk:
     positions: slice  # of U
     tokens: slice  # of M
     logp_CV: Tensor  # log softmax of logits / temperature; fp32, or fp64 for an fp64 model
+    spare_CV: Tensor  # a buffer of the same kind that the consumer may overwrite
     slots: Tensor  # of the chunk's tokens, index into C
     targets: Tensor
 
@@ -49,6 +54,8 @@ def _chunks(hidden_U: Tensor, head_weight: Tensor, predictions: Predictions, chu
     bounds = torch.searchsorted(
         predictions.slots_M, torch.tensor([*starts, num_positions], device=hidden_U.device)
     ).tolist()
+    # Blocks of this size come fresh from the system on the CPU, and touching them first costs as much as computing.
+    buffer: Tensor | None = None
     tempered = bool((predictions.temperatures_U != 1.0).any())
     for i, start in enumerate(starts):
         positions = slice(start, min(start + chunk_tokens, num_positions))
@@ -58,12 +65,14 @@ def _chunks(hidden_U: Tensor, head_weight: Tensor, predictions: Predictions, chu
             logits_CV = logits_CV.float()
         if tempered:
             logits_CV /= predictions.temperatures_U[positions, None]
-        logp_CV = torch.log_softmax(logits_CV, dim=-1)
-        del logits_CV
+        if buffer is None:
+            buffer = torch.empty_like(logits_CV)
+        logp_CV = torch.log_softmax(logits_CV, dim=-1, out=buffer[: logits_CV.shape[0]])
         yield _Chunk(
             positions,
             tokens,
             logp_CV,
+            logits_CV,
             predictions.slots_M[tokens] - start,
             predictions.targets_M[tokens],
         )
@@ -102,7 +111,7 @@ def backward_through_head(
     for chunk in _chunks(hidden_U, head_weight, predictions, chunk_tokens):
         logp_CV = chunk.logp_CV
         grad_M = token_loss(chunk.tokens, logp_CV[chunk.slots, chunk.targets])
-        probs_CV = logp_CV.exp()
+        probs_CV = torch.exp(logp_CV, out=chunk.spare_CV)
         # A dot product a row: the product of the two matrices is never held.
         entropy_C = -torch.bmm(probs_CV.unsqueeze(1), logp_CV.unsqueeze(2)).flatten()
         entropy_sum += entropy_C[chunk.slots].sum(dtype=torch.float64)
@@ -112,10 +121,14 @@ def backward_through_head(
         grad_logits_CV = probs_CV.mul_(-per_position_C[:, None])
         grad_logits_CV.index_put_((chunk.slots, chunk.targets), scaled_M, accumulate=True)
         grad_logits_CV = grad_logits_CV.to(hidden_U.dtype)
-        hidden_U_chunk = hidden_U[chunk.positions]
-        hidden_grad_U[chunk.positions] = grad_logits_CV @ head_weight
-        if head_grad.dtype == grad_logits_CV.dtype:
-            head_grad.addmm_(grad_logits_CV.T, hidden_U_chunk)
-        else:
-            head_grad += grad_logits_CV.T @ hidden_U_chunk
+        hidden_grad_U[chunk.positions] = linear(grad_logits_CV, head_weight.t())
+        _add_head_gradient(head_grad, grad_logits_CV, hidden_U[chunk.positions])
     return hidden_grad_U, entropy_sum
+
+
+def _add_head_gradient(head_grad: Tensor, grad_logits_CV: Tensor, hidden_C: Tensor) -> None:
+    """head_grad += grad_logits.T @ hidden, a block of the vocabulary at a time: no second [V, hidden]."""
+    step = HEAD_BLOCK_ROWS if head_grad.device.type == "cpu" else head_grad.shape[0]
+    for start in range(0, head_grad.shape[0], step):
+        block = slice(start, start + step)
+        head_grad[block] += linear(grad_logits_CV[:, block].t(), hidden_C.t())

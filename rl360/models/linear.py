@@ -39,7 +39,7 @@ def joined_linear(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
     Weights that lie one after the other in memory (as Decoder allocates q, k, v and gate, up) take one product.
     """
-    joined = _as_one(weights)
+    joined = as_one(weights)
     if joined is None:
         return tuple(linear(x, w) for w in weights)
     if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights)):
@@ -61,7 +61,7 @@ def _fast(x: Tensor, w: Tensor) -> bool:
     )
 
 
-def _as_one(weights: Sequence[Tensor]) -> Tensor | None:
+def as_one(weights: Sequence[Tensor]) -> Tensor | None:
     """The weights [out_i, in] as one view [sum out_i, in] of their common memory, or None if they do not touch."""
     first = weights[0]
     width, dtype = first.shape[1], first.dtype
@@ -128,7 +128,7 @@ class _JoinedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        joined = _as_one(weights)
+        joined = as_one(weights)
         assert joined is not None, "weights were moved between forward and backward"
         need_x, _, *need_weights = ctx.needs_input_grad
         grad_x, grad_w = _gradients(grad, x.reshape(-1, x.shape[-1]), joined, need_x, any(need_weights))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from rl360.errors import ConfigError
 from rl360.models.decoder import DecoderConfig, RMSNorm, causal_attend, rotary_table, rotate
+from rl360.models.linear import as_one
 from rl360.models.loading import load_decoder
 
 # Not token 2: transformers gives the padding id no embedding gradient, and pad equals eos here.
@@ -37,6 +40,25 @@ def test_gradients_equal_transformers(hf_folder):
         for name, parameter in decoder.named_parameters():
             expected = model.get_parameter(name).grad
             torch.testing.assert_close(parameter.grad, expected, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_adjacent_projections_stay_adjacent_and_a_move_only_costs_speed(hf_folder):
+    folder, _ = hf_folder("qwen3")
+    decoder = load_decoder(folder)
+    ids_T, positions_T = torch.tensor(TOKENS), torch.arange(len(TOKENS))
+
+    def joined(model):
+        layer = model.model.layers[2]
+        parts = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+        return as_one([part.weight for part in parts]) is not None
+
+    assert joined(decoder)
+    assert joined(copy.deepcopy(decoder))
+    moved = copy.deepcopy(decoder).double().float()
+    assert not joined(moved)
+    with torch.no_grad():
+        expected = decoder.hidden(ids_T, positions_T, causal_attend())
+        torch.testing.assert_close(moved.hidden(ids_T, positions_T, causal_attend()), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_packed_sequences_do_not_see_each_other(hf_folder):

@@ -77,6 +77,7 @@ class EngineServer:
         if self._loop is not None and self._stop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(START_TIMEOUT_S)
+            self._thread = None
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()

@@ -273,6 +273,7 @@ async def test_close_answers_open_requests(make_engine):
     await asyncio.to_thread(server.close)
     _, reply = await request
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    server.close()  # twice is fine
 
 
 async def test_http_engine_end_to_end(server, tiny_folder, tmp_path):

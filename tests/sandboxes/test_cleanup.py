@@ -21,7 +21,8 @@ HOLD = """
 import asyncio, json, sys
 from pathlib import Path
 from rl360.sandboxes.local import cgroups, layers, rootfs
-from rl360.sandboxes.local.namespace import Keeper, Plan, SandboxProcess
+from rl360.sandboxes.local.namespace import Keeper, SandboxProcess
+from rl360.sandboxes.local.plan import Plan
 
 async def main():
     cache, userns = Path(sys.argv[1]), sys.argv[2] == "userns"

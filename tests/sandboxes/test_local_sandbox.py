@@ -274,7 +274,8 @@ import asyncio, os, sys
 from pathlib import Path
 from rl360.sandboxes import abilities
 from rl360.sandboxes.local import cgroups, layers, rootfs
-from rl360.sandboxes.local.namespace import Keeper, Plan, SandboxProcess
+from rl360.sandboxes.local.namespace import Keeper, SandboxProcess
+from rl360.sandboxes.local.plan import Plan
 
 async def main():
     assert os.geteuid() == 1000, os.geteuid()

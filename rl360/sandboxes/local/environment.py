@@ -25,7 +25,8 @@ from harbor.trial.errors import EnvironmentStartTimeoutError
 from rl360.sandboxes import abilities
 from rl360.sandboxes.local import cgroups, layers, rootfs, transfer
 from rl360.sandboxes.local.dockerfile import DockerfileError, Image, parse
-from rl360.sandboxes.local.namespace import DEFAULT_PATH, Keeper, Plan, SandboxDied, SandboxProcess
+from rl360.sandboxes.local.namespace import Keeper, SandboxDied, SandboxProcess
+from rl360.sandboxes.local.plan import DEFAULT_PATH, Plan
 from rl360.sandboxes.local.users import UnknownUser, find_user, home_of
 
 _DISK_FULL_BYTES = 64 * 1024  # less than this free: the sandbox has filled its disk

@@ -6,7 +6,7 @@ In: a user as tasks name it: a name, an id, or "name:group". Out: ids. Left to o
 from __future__ import annotations
 
 from rl360.sandboxes.local import transfer
-from rl360.sandboxes.local.namespace import User
+from rl360.sandboxes.local.plan import User
 
 
 class UnknownUser(ValueError):

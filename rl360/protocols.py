@@ -59,6 +59,7 @@ class Gateway(Protocol):
     """Sessions: one per try. Owns token truth; see docs/guide/tokens.md."""
 
     async def start(self) -> None: ...
+    async def verify(self) -> None: ...  # one request through the whole chain; names every field that is missing
     async def open(self, spec: AttemptSpec) -> str:
         """Return the OpenAI base URL of this try's own session, `http://host:port/s/<try_id>/v1`."""
         ...

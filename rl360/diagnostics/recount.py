@@ -26,6 +26,7 @@ from typing import Any
 
 KINDS = ("trained", "filtered", "masked", "requeued", "stale", "evaluated", "unused")
 WITHOUT_ATTEMPT = ("requeued", "unused")  # outcomes whose row may hold no attempt
+HANDSHAKE = "verify.t0"  # the gateway's own session, before any attempt
 OWN_FILTER = "differing_rewards"
 REWARD_TOLERANCE = 1e-9  # rewards are sums of a few numbers; less is rounding
 
@@ -128,7 +129,8 @@ def _sessions(run_dir: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
                 if line.endswith("\n"):
                     problems.append(f"{path.name}, line {number}: unreadable")
                 continue
-            found[row["try_id"]] = row
+            if row["try_id"] != HANDSHAKE:
+                found[row["try_id"]] = row
     return found
 
 

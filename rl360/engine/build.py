@@ -67,6 +67,7 @@ def build(
         if restore_from is not None:
             trainer.restore(restore_from)
         engine_urls, sync = _engines(config, run_dir, trainer, stack)
+        sync.sync(trainer, trainer.version)  # servers that run already may hold other weights than a resumed trainer
         gateway = _gateway(config, run_dir, engine_urls)
         rollout = _rollout(config, run_dir, run_id, gateway, events)
         stack.callback(rollout.close)

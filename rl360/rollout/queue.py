@@ -202,7 +202,11 @@ class QueueRollout:
 
     async def _start(self) -> None:
         self._slots = asyncio.Semaphore(self._concurrency)
-        await asyncio.gather(asyncio.to_thread(self._workers.start), self._gateway.start())
+        await asyncio.gather(asyncio.to_thread(self._workers.start), self._start_gateway())
+
+    async def _start_gateway(self) -> None:
+        await self._gateway.start()
+        await self._gateway.verify()
 
     def _take(self, purpose: Purpose) -> _OpenGroup | None:
         ready = self._ready[purpose]

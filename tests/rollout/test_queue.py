@@ -26,6 +26,8 @@ class MemoryGateway:
 
     async def start(self): ...
 
+    async def verify(self): ...
+
     async def open(self, spec):
         self.open_sessions.add(spec.try_id)
         return f"http://proxy/s/{spec.try_id}/v1"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import tempfile
 import time
@@ -19,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
 from rl360.algorithms.grpo import GRPO
@@ -84,11 +84,11 @@ def ours(folder: Path, seed: int | None, args: argparse.Namespace, share: bool) 
         algorithm=GRPO(),
     )
     trainer.start()
-    return lambda batch: print_nothing(trainer.step(batch))
 
+    def step(batch: Batch) -> None:
+        trainer.step(batch)
 
-def print_nothing(_: object) -> None:
-    return None
+    return step
 
 
 def plain(folder: Path, seed: int | None, args: argparse.Namespace) -> Callable[[Batch], None]:
@@ -169,18 +169,18 @@ def main() -> None:
                 cpu[name].append(time.process_time() - began_cpu)
     print(f"{len(batch.sequences)} sequences, {num_tokens} tokens, {batch.num_trained_tokens} trained", end="; ")
     print(f"{args.threads} threads, median of {args.repeats}")
-    slowest = statistics.median(wall["plain"]) if "plain" in wall else None
     for name in steps:
-        seconds = statistics.median(wall[name])
-        ratio = f"{slowest / seconds:5.2f}x plain" if slowest else ""
+        seconds, cpu_seconds = statistics.median(wall[name]), statistics.median(cpu[name])
+        ratios = ""
+        if "plain" in steps:
+            by_wall = statistics.median(wall["plain"]) / seconds
+            by_cpu = statistics.median(cpu["plain"]) / cpu_seconds
+            ratios = f"{by_wall:5.2f}x plain's tokens/s {by_cpu:5.2f}x by CPU-s"
         print(
-            f"{name:9} {num_tokens / seconds:7.0f} tokens/s {seconds:7.2f} s a step "
-            f"{statistics.median(cpu[name]):7.2f} CPU-s {ratio}"
+            f"{name:9} {num_tokens / seconds:6.0f} tokens/s {seconds:6.2f} s {cpu_seconds:6.2f} CPU-s a step {ratios}"
         )
-    print(f"peak memory of this process {psutil.Process().memory_info().rss / 2**30:.2f} GiB now", end=", ")
-    import resource
-
-    print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB at most")
+    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # ru_maxrss is in KiB on Linux
+    print(f"peak memory of this process {peak_gib:.2f} GiB (run with --only to see one of them)")
 
 
 if __name__ == "__main__":

@@ -264,6 +264,49 @@ def test_a_rewarded_sequence_becomes_likelier_and_a_punished_one_rarer(folder):
     assert logprobs(trainer, bad) < before[1] - 0.5
 
 
+def assert_near_fp32(trainer, folder, gradient_of):
+    """bf16 gradients point where fp32's do, arrive in fp32, and the step leaves weights at their rounded masters."""
+    batch = random_batch(3)
+    expected, metrics = gradient_of(start(folder), batch)
+    optimizer = trainer._optimizer
+    found: dict[str, torch.Tensor] = {}
+    step = optimizer.step
+
+    def capture():
+        found.update({name: optimizer.gradient(p).float().cpu() for name, p in trainer.decoder.named_parameters()})
+        assert all(optimizer.gradient(p).dtype == torch.float32 for p in trainer.decoder.parameters())
+        return step()
+
+    optimizer.step = capture
+    narrow = trainer.step(batch).metrics
+    for name, value in expected.items():
+        assert torch.nn.functional.cosine_similarity(found[name].flatten(), value.flatten(), 0) > 0.98, name
+    assert narrow["train/loss"] == pytest.approx(metrics["train/loss"], rel=0.05, abs=0.02)
+    assert narrow["train/entropy"] == pytest.approx(metrics["train/entropy"], rel=0.02)
+    masters = optimizer.state()["masters"]
+    for name, p in trainer.decoder.named_parameters():
+        assert p.dtype == torch.bfloat16
+        assert torch.equal(p, masters[name].bfloat16()), name
+
+
+def test_bf16_weights_with_fp32_masters(folder, gradient_of):
+    assert_near_fp32(start(folder, dtype=torch.bfloat16, max_tokens_per_gpu=40), folder, gradient_of)
+
+
+@pytest.mark.gpu
+def test_cuda_in_bf16_with_varlen_attention(folder, gradient_of, tmp_path):
+    # head width 8 is too narrow for flash attention
+    folder = tiny_folder(tmp_path / "wide", hidden_size=192, head_dim=32)
+    trainer = start(folder, device="cuda", dtype=torch.bfloat16, max_tokens_per_gpu=40)
+    assert_near_fp32(trainer, folder, gradient_of)
+    trainer.save(tmp_path / "state")
+    expected = trainer.step(random_batch(4)).metrics
+    resumed = start(folder, device="cuda", dtype=torch.bfloat16, max_tokens_per_gpu=40)
+    resumed.restore(tmp_path / "state")
+    assert resumed.version == 1
+    assert resumed.step(random_batch(4)).metrics["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-3)
+
+
 @torch.no_grad()
 def logprobs(trainer, s) -> float:
     from rl360.models.decoder import causal_attend

@@ -10,6 +10,7 @@ any number of sequences, H query heads, K key/value heads, D head width.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 from rl360.errors import ConfigError
-from rl360.models.linear import joined_linear, linear
+from rl360.models.linear import as_one, joined_linear, linear
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_NHD, k_NKD, v_NKD) -> out_NHD. Rotary embedding is already applied to q and k."""
@@ -212,6 +213,35 @@ class Decoder(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Projection(torch.empty(config.vocab_size, config.hidden_size))
         self._rotary: tuple[Tensor, Tensor] | None = None  # cos, sin [positions so far, D]
+
+    @torch.no_grad()
+    def join_projections(self) -> None:
+        """Put q, k, v and gate, up next to each other in memory again, after something has moved them apart."""
+        for layer in self.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for group in (
+                (attention.q_proj, attention.k_proj, attention.v_proj),
+                (mlp.gate_proj, mlp.up_proj),
+            ):
+                weights = [projection.weight for projection in group]
+                if as_one(weights) is None:
+                    parts = torch.cat([w.data for w in weights]).split([w.shape[0] for w in weights])
+                    for weight, part in zip(weights, parts, strict=True):
+                        weight.data = part
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Decoder:
+        # .to(), .double() and the like give every parameter memory of its own.
+        super()._apply(fn, recurse)
+        self.join_projections()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Decoder:
+        clone = self.__class__.__new__(self.__class__)
+        memo[id(self)] = clone
+        for key, value in self.__dict__.items():
+            clone.__dict__[key] = copy.deepcopy(value, memo)
+        clone.join_projections()
+        return clone
 
     @property
     def head_weight(self) -> Tensor:

@@ -76,7 +76,7 @@ def load_decoder(
 
 
 def _allocate(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    # Built where it will live: moving it later would tear the adjacent projections apart (see decoder.py).
+    # Built where it will live, so that no second copy exists even for a moment.
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -42,7 +42,7 @@ def test_gradients_equal_transformers(hf_folder):
             torch.testing.assert_close(parameter.grad, expected, atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_adjacent_projections_stay_adjacent_and_a_move_only_costs_speed(hf_folder):
+def test_adjacent_projections_stay_adjacent(hf_folder):
     folder, _ = hf_folder("qwen3")
     decoder = load_decoder(folder)
     ids_T, positions_T = torch.tensor(TOKENS), torch.arange(len(TOKENS))
@@ -55,7 +55,7 @@ def test_adjacent_projections_stay_adjacent_and_a_move_only_costs_speed(hf_folde
     assert joined(decoder)
     assert joined(copy.deepcopy(decoder))
     moved = copy.deepcopy(decoder).double().float()
-    assert not joined(moved)
+    assert joined(moved)
     with torch.no_grad():
         expected = decoder.hidden(ids_T, positions_T, causal_attend())
         torch.testing.assert_close(moved.hidden(ids_T, positions_T, causal_attend()), expected, atol=1e-5, rtol=1e-5)

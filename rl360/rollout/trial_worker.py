@@ -81,6 +81,7 @@ class TrialWorker:
         from rl360.rollout.harbor_trial import TaskCache
 
         self._tasks = TaskCache()
+        _quieten_harbor()
         self._trials_dir.mkdir(parents=True, exist_ok=True)
         if self._is_local:
             from rl360.sandboxes.local.environment import open_host
@@ -237,6 +238,16 @@ def _logs(trial_dir: Path) -> dict[str, str]:
         "agent": "agent",
     }
     return {name: str(trial_dir / file) for name, file in files.items() if (trial_dir / file).exists()}
+
+
+def _quieten_harbor() -> None:
+    """Harbor logs at DEBUG: all of it belongs in each trial's own file, warnings in the worker's log too."""
+    harbor = logging.getLogger("harbor.utils.logger")
+    if harbor.propagate:
+        harbor.propagate = False
+        handler = logging.StreamHandler()
+        handler.setLevel(logging.WARNING)
+        harbor.addHandler(handler)
 
 
 def _forget_loggers(trial_name: str) -> None:

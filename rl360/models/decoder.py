@@ -218,6 +218,7 @@ class Decoder(nn.Module):
     def join_projections(self) -> None:
         """Put q, k, v and gate, up next to each other in memory again, after something has moved them apart."""
         for layer in self.model.layers:
+            assert isinstance(layer, Layer)
             attention, mlp = layer.self_attn, layer.mlp
             for group in (
                 (attention.q_proj, attention.k_proj, attention.v_proj),

@@ -12,7 +12,6 @@ then gives up every cached key and value, because they belong to the old ones.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
 import threading
@@ -24,12 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl360.errors import ConfigError
 from rl360.gateway.embedded.attention import StepAttention
 from rl360.gateway.embedded.kv_cache import MIN_SHARED_TOKENS, KVCache, shared_prefix
 from rl360.gateway.embedded.request import Request
 from rl360.gateway.embedded.sampling import SamplingParams, sample, uniforms
-from rl360.gateway.embedded.stops import StopWatch
+from rl360.gateway.embedded.stops import StopWatch, read_tokenizer
 from rl360.models.decoder import Decoder
 from rl360.models.loading import load_weights
 
@@ -65,7 +63,7 @@ class EmbeddedEngine:
         self.version = version
         self.deterministic = deterministic
         self.model_dir = None if tokenizer_dir is None else Path(tokenizer_dir)
-        self.tokenizer, self._eos = _read_tokenizer(self.model_dir, decoder)
+        self.tokenizer, self._eos = read_tokenizer(self.model_dir, decoder.config.eos_token_ids)
         self.max_running_requests = 1 if deterministic else max_running_requests
         self._cache = KVCache(decoder.config, kv_cache_gib, self.max_running_requests, decoder.dtype, decoder.device)
         self._seed = secrets.randbits(63) if seed is None else seed
@@ -417,27 +415,3 @@ class EmbeddedEngine:
             request.retractions += 1
         with self._wake:
             self._waiting = retracted + self._waiting
-
-
-def _read_tokenizer(folder: Path | None, decoder: Decoder) -> tuple[Any, frozenset[int]]:
-    """The tokenizer (None without a folder), and every id that ends a text: of the model, its generation config and
-    its tokenizer."""
-    ends = set(decoder.config.eos_token_ids)
-    if folder is None:
-        return None, frozenset(ends)
-    from tokenizers import Tokenizer
-
-    generation_config = folder / "generation_config.json"
-    if generation_config.is_file():
-        eos = json.loads(generation_config.read_text()).get("eos_token_id")
-        ends.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"{path}: not found; the embedded engine needs it to stop at strings (rl360 model fetch)")
-    tokenizer = Tokenizer.from_file(str(path))
-    named = folder / "tokenizer_config.json"
-    if named.is_file():
-        eos = json.loads(named.read_text()).get("eos_token")
-        eos_id = tokenizer.token_to_id(eos["content"] if isinstance(eos, dict) else eos) if eos else None
-        ends.update([] if eos_id is None else [eos_id])
-    return tokenizer, frozenset(ends)

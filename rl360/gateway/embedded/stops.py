@@ -1,14 +1,18 @@
 """When generated text ends a request: stop strings and regular expressions, also across token boundaries.
 
-In: the sampled ids of one request, one at a time. Out: whether a stop matched, and the final text. End tokens and
-length caps are left to the engine.
+In: a model folder's tokenizer; the sampled ids of one request, one at a time. Out: the ids that end a text, whether a
+stop matched, and the final text. Acting on end tokens and length caps is left to the engine.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Protocol
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
 
+from rl360.errors import ConfigError
 from rl360.gateway.embedded.sampling import SamplingParams
 
 # What a decoder puts where bytes do not form a whole character yet.
@@ -70,3 +74,27 @@ def final_text(tokenizer: Decodes, output_ids: list[int], params: SamplingParams
         at = text.find(matched)
         text = text[:at] if at >= 0 else text
     return text
+
+
+def read_tokenizer(folder: Path | None, eos_token_ids: Iterable[int]) -> tuple[Any, frozenset[int]]:
+    """The tokenizer (None without a folder), and every id that ends a text: of the model, its generation config and
+    its tokenizer."""
+    ends = set(eos_token_ids)
+    if folder is None:
+        return None, frozenset(ends)
+    from tokenizers import Tokenizer
+
+    generation_config = folder / "generation_config.json"
+    if generation_config.is_file():
+        eos = json.loads(generation_config.read_text()).get("eos_token_id")
+        ends.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{path}: not found; the embedded engine needs it to stop at strings (rl360 model fetch)")
+    tokenizer = Tokenizer.from_file(str(path))
+    named = folder / "tokenizer_config.json"
+    if named.is_file():
+        eos = json.loads(named.read_text()).get("eos_token")
+        eos_id = tokenizer.token_to_id(eos["content"] if isinstance(eos, dict) else eos) if eos else None
+        ends.update([] if eos_id is None else [eos_id])
+    return tokenizer, frozenset(ends)

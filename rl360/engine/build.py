@@ -173,6 +173,7 @@ def _rollout(config: RootConfig, run_dir: Path, run_id: str, gateway: Gateway, e
             "max_concurrent": -(-rollout.concurrency // rollout.num_workers),
             "start_interval_s": rollout.start_interval_s,
             "run_id": run_id,
+            "keep_trial_dirs": rollout.keep_trial_dirs,
         },
         name="trial",
         log_dir=run_dir / "logs",

@@ -61,6 +61,7 @@ _REQUEUE = {
             "APIConnectionError",
             "APIError",
             "Timeout",
+            "BadRequestError",
             "HTTPStatusError",
             "ConnectError",
             "ReadTimeout",
@@ -70,7 +71,7 @@ _REQUEUE = {
     ),
     # ours
     "WorkerDied": "worker_died",
-    "TrialTimeout": "trial_timeout",
+    "TrialTimeoutError": "trial_timeout",
     "CancelledError": "cancelled",
     "OSError": "host_io",
 }
@@ -107,6 +108,9 @@ def classify(trial: TrialResult, session: Session | None, agent_timeout_s: float
         return Verdict(Action.REQUEUE, Stop.INFRASTRUCTURE, session.cause or "engine")
     name = trial.exception_type
     has_verdict = bool(trial.rewards) and all(math.isfinite(v) for v in (trial.rewards or {}).values())
+    if not has_verdict and (resource := trial.agent_metadata.get("exhausted")):
+        # The policy used up its own sandbox (memory, disk, lifetime): the verifier had no ground left to stand on.
+        return Verdict(Action.SCORE_ZERO, Stop.AGENT_ERROR, f"exhausted_{resource}")
     if name is None:
         if has_verdict:
             return Verdict(Action.TRAIN, _policy_stop(trial, session))
@@ -118,8 +122,10 @@ def classify(trial: TrialResult, session: Session | None, agent_timeout_s: float
         if own_s < agent_timeout_s:
             return Verdict(Action.REQUEUE, Stop.INFRASTRUCTURE, "engine_wait")
         return Verdict(Action.TRAIN if has_verdict else Action.SCORE_ZERO, Stop.TIMEOUT, None if has_verdict else name)
-    if name in _POLICY_BUDGET:
-        return Verdict(Action.TRAIN if has_verdict else Action.SCORE_ZERO, Stop.LENGTH, None if has_verdict else name)
+    capped = session.stop in (Stop.LENGTH, Stop.TURNS)  # the proxy refused a call: agents report it as they like
+    if name in _POLICY_BUDGET or (name == "BadRequestError" and capped):
+        action, cause = (Action.TRAIN, None) if has_verdict else (Action.SCORE_ZERO, name)
+        return Verdict(action, session.stop if capped and session.stop else Stop.LENGTH, cause)
     if name in _POLICY_MEMORY:
         return Verdict(Action.SCORE_ZERO, Stop.AGENT_ERROR, name)
     if name in _MASK:

@@ -76,3 +76,15 @@ def test_caps_of_the_proxy_are_scored():
 def test_what_the_agent_says_of_itself_is_kept():
     assert classify(trial(None, {"reward": 0.0}, stop="gave_up"), session(), BUDGET_S).stop is Stop.GAVE_UP
     assert classify(trial(None, {"reward": 0.0}, stop="nonsense"), session(), BUDGET_S).stop is Stop.FINISHED
+
+
+def test_a_refused_call_after_a_cap_is_the_policys_end_however_the_agent_names_it():
+    capped = classify(trial("BadRequestError"), session(Stop.TURNS), BUDGET_S)
+    assert (capped.action, capped.stop) == (Action.SCORE_ZERO, Stop.TURNS)
+    assert classify(trial("BadRequestError"), session(), BUDGET_S).action is Action.REQUEUE
+
+
+def test_a_policy_that_used_up_its_sandbox_scores_zero_even_without_a_verdict():
+    verdict = classify(trial("RewardFileNotFoundError", exhausted="disk"), session(), BUDGET_S)
+    assert (verdict.action, verdict.cause) == (Action.SCORE_ZERO, "exhausted_disk")
+    assert classify(trial(None, {"reward": 1.0}, exhausted="memory"), session(), BUDGET_S).action is Action.TRAIN

@@ -1,7 +1,7 @@
 """Seeds as a pure function of names, so that a rerun, a requeue or a resume draws the same numbers.
 
-In: any mix of strings and integers. Out: an integer below 2**31, which every engine and generator takes. No global random
-state is read or written here.
+In: any mix of strings and integers. Out: an integer below 2**31, which every engine and generator takes. No global
+random state is read or written here.
 """
 
 from __future__ import annotations

@@ -174,10 +174,10 @@ class TrainingLoop:
 
     def train(self, kept: Sequence[Group]) -> Update:
         """One trainer step on the kept groups; without any, the version and the weights stay as they are."""
-        if not kept:
-            log.info("iteration %d: no group with two differing rewards; no step", self.state.iteration)
+        batch = self.algorithm.prepare(kept) if kept else None
+        if batch is None or not batch.sequences:
+            log.info("iteration %d: nothing to train on (%d groups kept); no step", self.state.iteration, len(kept))
             return Update(self.state.version, {"train/skipped": 1.0, "time/train_s": 0.0})
-        batch = self.algorithm.prepare(kept)
         began = time.monotonic()
         with self.sync.hold():
             update = self.trainer.step(batch)

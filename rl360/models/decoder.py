@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 from rl360.errors import ConfigError
+from rl360.models.fused import rms_norm, swiglu_down
 from rl360.models.linear import as_one, joined_linear, linear
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -121,8 +122,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.groups == 1:
-            if x.dtype == torch.float32:
-                return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            if x.dtype in (torch.float32, torch.float64):
+                return rms_norm(x, self.weight, self.eps)
             normed = nn.functional.rms_norm(x.float(), self.weight.shape, None, self.eps)
             return self.weight * normed.to(x.dtype)
         grouped = x.float().unflatten(-1, (self.groups, -1))
@@ -177,7 +178,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = joined_linear(x, (self.gate_proj.weight, self.up_proj.weight))
-        return self.down_proj(nn.functional.silu(gate) * up)
+        return swiglu_down(gate, up, self.down_proj.weight)
 
 
 class Layer(nn.Module):

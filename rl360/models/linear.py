@@ -92,7 +92,11 @@ def _product(x_NI: Tensor, w_OI: Tensor) -> Tensor:
     return _onednn(x_NI, w_OI)
 
 
-def _gradients(grad: Tensor, x_NI: Tensor, w_OI: Tensor, need_x: bool, need_w: bool) -> tuple[Any, Any]:
+def gradients(grad: Tensor, x_NI: Tensor, w_OI: Tensor, need_x: bool, need_w: bool) -> tuple[Any, Any]:
+    """Gradients of x @ w.T to x [N, in] and to w [out, in], None where not needed."""
+    if not _fast(grad, w_OI):
+        grad_NO = grad.reshape(-1, grad.shape[-1])
+        return grad_NO @ w_OI if need_x else None, grad_NO.t() @ x_NI if need_w else None
     # Transposed views go in as they are; only expanded ones (from a sum) have strides that oneDNN cannot take.
     grad_NO = grad.reshape(-1, grad.shape[-1])
     if 0 in grad_NO.stride():
@@ -112,7 +116,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
-        grad_x, grad_w = _gradients(grad, x.reshape(-1, x.shape[-1]), w, *ctx.needs_input_grad)
+        grad_x, grad_w = gradients(grad, x.reshape(-1, x.shape[-1]), w, *ctx.needs_input_grad)
         return grad_x.view_as(x) if grad_x is not None else None, grad_w
 
 
@@ -131,7 +135,7 @@ class _JoinedLinear(torch.autograd.Function):
         joined = as_one(weights)
         assert joined is not None, "weights were moved between forward and backward"
         need_x, _, *need_weights = ctx.needs_input_grad
-        grad_x, grad_w = _gradients(grad, x.reshape(-1, x.shape[-1]), joined, need_x, any(need_weights))
+        grad_x, grad_w = gradients(grad, x.reshape(-1, x.shape[-1]), joined, need_x, any(need_weights))
         parts: Sequence[Tensor | None] = [None] * len(weights)
         if grad_w is not None:
             parts = grad_w.split([w.shape[0] for w in weights])

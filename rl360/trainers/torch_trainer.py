@@ -9,10 +9,12 @@ Axes: N input tokens, U predicting positions, M trained tokens of one micro-batc
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceABC
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -149,6 +151,8 @@ class TorchTrainer:
             totals["train/grad_norm"], totals["train/lr"] = self._optimizer.step()
             per_update.append(totals)
         self.version += 1
+        if self._device.type == "cpu":
+            return_free_memory()
         metrics = _over_updates(per_update)
         metrics["train/lr"] = per_update[-1]["train/lr"]
         metrics["time/train_s"] = time.perf_counter() - began_s
@@ -266,6 +270,12 @@ class _Work:
             advantages_M=tensor(packed.advantages_M),
             weights_M=tensor(packed.weights_M),
         )
+
+
+def return_free_memory() -> None:
+    """Give freed heap back to the system: glibc keeps what a step freed, beside the engine's next KV cache."""
+    with suppress(OSError, AttributeError):  # another C library than glibc has no malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _merge(totals: dict[str, Any], part: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ rl360: reinforcement learning of language models; a resolved YAML is the experim
   rl360 run [key=value ...]      run an experiment, such as: rl360 run experiment=quickstart
   rl360 check [key=value ...]    check the same arguments and print the plan; starts nothing
   rl360 sweep NAME [key=value]   run a study of sweeps/, such as: rl360 sweep learning_rate
-  rl360 tasks [FOLDER]           list and validate a folder of tasks (default: the bundled ones)
+  rl360 tasks list|new|...       pools of tasks: validate, calibrate, select; see rl360 tasks --help
   rl360 model fetch NAME         get a model, such as: rl360 model fetch smollm2_135m
   rl360 doctor                   what this machine can do, and what is wrong
   rl360 --version
@@ -129,20 +129,10 @@ def sweep(arguments: Sequence[str]) -> int:
 
 
 def tasks(arguments: Sequence[str]) -> int:
-    """`rl360 tasks [FOLDER]`: list the tasks of a manifest, or every problem of it."""
-    from rl360.config.locate import bundled_tasks
-    from rl360.tasks.manifest import load_tasks
+    """`rl360 tasks list | new | validate | calibrate | select`."""
+    from rl360.tasks.cli import main as tasks_main
 
-    parser = argparse.ArgumentParser(prog="rl360 tasks", description=tasks.__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, default=None, help="has harbor_records.jsonl")
-    folder = parser.parse_args(arguments).folder or bundled_tasks("small_coding")
-    if not folder.is_dir():
-        return _report([f"tasks: no folder {folder}"])
-    found = load_tasks(folder, [], [])
-    for task in found:
-        print(f"{task.task_id}  {', '.join(task.tags)}")
-    print(f"{len(found)} tasks in {folder}, all valid")
-    return EXIT_FINE
+    return tasks_main(arguments)
 
 
 def model(arguments: Sequence[str]) -> int:

@@ -244,11 +244,12 @@ def test_completion_can_be_installed_for_the_installed_command(monkeypatch, caps
     assert capsys.readouterr().out.rstrip().endswith("-F hydra_bash_completion rl360")
 
 
-def test_tasks_lists_the_bundled_pool(said):
-    code, out, _ = said("tasks")
+def test_tasks_hands_over(said):
+    code, out, _ = said("tasks", "list", "small_coding")
     assert code == 0
     assert "62 tasks in " in out
-    assert said("tasks", "/nowhere")[0] == 1
+    assert said("tasks", "list", "/nowhere")[0] == 1
+    assert said("tasks", "lsit")[0] == 2
 
 
 def test_check_is_quick_and_a_user_error_has_no_traceback(tmp_path):

@@ -1,0 +1,71 @@
+"""What the `rl360 tasks` commands run on: trial workers, the failure table, the verifier's rule for success.
+
+In: a checked config. Out: started components, closed by their context managers. Like rl360.engine.build for runs, this
+is where the parts of one command meet; what they do is their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rl360.config.schemas import RootConfig
+from rl360.engine.build import ONE_THREAD, TRIAL_ENVIRONMENT, TRIAL_WORKER
+from rl360.engine.workers import LocalWorkerGroup
+from rl360.rollout.failures import Action, classify
+from rl360.types import Session, TrialResult, Turn
+
+PROBE_AGENT = "rl360.tasks.probe_agent:ProbeAgent"
+_REWARD_KEY = "reward"  # as rl360.rewards.verifier
+# A probe asks no model; the table takes an attempt without a model call for one that the engine failed.
+_TURN = Turn((), {}, "stop", 0, 0, 0.0, 0)
+_ANSWERED = Session((), (_TURN,), None, None, 0.0)
+
+
+@contextmanager
+def probe_workers(config: RootConfig, folder: Path, jobs: int, num_processes: int) -> Iterator[LocalWorkerGroup]:
+    """Trial workers whose agent acts out probes. Raises what their start raises: no sandbox on this machine."""
+    size = max(1, min(jobs, num_processes))
+    settings = {
+        "agent": {**asdict(config.agent), "import_path": PROBE_AGENT, "kwargs": {}},
+        "sandbox": asdict(config.sandbox),
+        "cache_dir": Path(config.paths.cache),
+        "trials_dir": folder / "trials",
+        "trial_timeout_s": config.cluster.trial_timeout_s,
+        "model_name": "probe",
+        "max_concurrent": -(-jobs // size),
+        "start_interval_s": config.rollout.start_interval_s,
+        "run_id": "validate",
+    }
+    environment = {**TRIAL_ENVIRONMENT, **ONE_THREAD}
+    workers = LocalWorkerGroup(TRIAL_WORKER, size, settings, name="trial", log_dir=folder / "logs", env=environment)
+    try:
+        workers.start()
+        yield workers
+    finally:
+        workers.close()
+
+
+def score_of(trial: TrialResult) -> tuple[float | None, bool, str | None]:
+    """(reward, whether the machine failed and not the task, cause), by the failure table of training.
+
+    The reward is the entry that decides success: `reward`, or the only one. None: no verdict.
+    """
+    verdict = classify(trial, _ANSWERED, agent_timeout_s=math.inf if trial.rewards else 0.0)
+    if verdict.action in (Action.REQUEUE, Action.ABORT):
+        return None, True, verdict.cause
+    if verdict.action is Action.SCORE_ZERO:
+        return 0.0, False, verdict.cause
+    rewards = trial.rewards or {}
+    if verdict.action is not Action.TRAIN or not (_REWARD_KEY in rewards or len(rewards) == 1):
+        return None, False, verdict.cause or "verifier_no_reward"
+    return float(rewards.get(_REWARD_KEY, next(iter(rewards.values())))), False, None
+
+
+def sandbox_settings(config: RootConfig) -> dict[str, Any]:
+    """What a validation report depends on besides the task."""
+    return asdict(config.sandbox)

@@ -2,8 +2,8 @@
 
 In: activations [..., in] and weights [out, in]. Out: products, differentiable in both. For fp32 on the CPU the work
 goes to oneDNN, called directly: the linear of torch asks MKL, which is 2-3x slower on AMD. Weights are read where they
-lie, never packed or copied. docs/decisions/cpu-linear.md has the measurements and what else was tried. Other devices,
-other dtypes and autocast are left to the linear of torch.
+lie, never packed or copied. docs/decisions/0002-cpu-linear.md has the measurements and what else was tried. Other
+devices, other dtypes and autocast are left to the linear of torch.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ def group_relative(rewards: Sequence[float | None], normalize_std: bool) -> list
     """Return reward minus the group's mean, optionally over the group's standard deviation.
 
     Source: GRPO, DeepSeekMath (Shao et al. 2024, arXiv:2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / std(r).
-    Without the division it is the Dr. GRPO form (Liu et al. 2025, arXiv:2503.20783), which does not weigh easy and hard
-    tasks up. Where we differ: attempts without a valid reward take no part in mean or standard deviation; the standard
+    Without the division it is the advantage of Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-like training",
+    arXiv:2503.20783), which does not weigh easy and hard tasks up; the length term that it drops too is the reducer's
+    here. Where we differ: attempts without a valid reward take no part in mean or standard deviation; the standard
     deviation is the sample one (n - 1), plus `STD_EPS`.
 
     Args:

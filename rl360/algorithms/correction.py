@@ -22,8 +22,10 @@ def bounded_exp(log_ratio_N: Tensor) -> Tensor:
 def truncated_importance_weight(proximal_N: Tensor, behaviour_N: Tensor, cap: float | None) -> Tensor:
     """Return min(proximal / behaviour, cap), detached; ones where `cap` is None.
 
-    Source: truncated importance sampling (Ionides 2008), between inference and training engines in Yao et al. 2025,
-    "Your efficient RL framework secretly brings you off-policy RL training" (fengyao.notion.site/off-policy-rl).
+    Source: E. Ionides, "Truncated importance sampling", Journal of Computational and Graphical Statistics 17(2), 2008;
+    between inference and training engines in Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training" (fengyao.notion.site/off-policy-rl). The cap is a constant here, where Ionides lets it grow
+    with the sample size.
 
     Args:
         proximal_N: the trainer's logprobs at the start of the step, fp32.

@@ -3,8 +3,9 @@
 In: the attempts of one group. Out: `Keep`, with the name of the rule that dropped it. Left to others: counting the
 dropped attempts (engine ledger) and masking single invalid attempts (advantage.py).
 
-Dynamic filtering follows DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.2): a group whose rewards are all equal has
-zero advantage everywhere and only dilutes the batch. Where we differ: nothing is resampled to fill the batch up.
+Dynamic filtering follows DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.2, equation 11): a group whose rewards are
+all equal has zero advantage everywhere and only dilutes the batch. Where we differ: rewards are compared, not counts of
+right answers, and nothing is resampled to fill the batch up.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ class GRPO:
 
     and the loss of a batch is the sum over trained tokens of weight x token loss. Clip bounds that differ are DAPO's
     clip-higher (Yu et al. 2025, arXiv:2503.14476, section 3.1, equation 10). The KL is an estimate from the sampled
-    token (k3 is equation 4 of DeepSeekMath), added to the loss, not to the reward.
+    token (k3 is equation 4 of DeepSeekMath), added to the loss, not to the reward. Clipping against
+    pi_0 while the weight is against mu is the decoupled objective of Hilton, Cobbe and Schulman 2022
+    (arXiv:2110.00641), here with the weight truncated.
 
     Raises:
         ConfigError: with every argument that makes no sense.

@@ -2,8 +2,8 @@
 
 In: log p and log q of tokens sampled from p. Out: an estimate of KL(p || q) a token. Left to others: averaging.
 
-Source: J. Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html. With log r = log q -
-log p:
+Source: J. Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html, with p and q exchanged
+(he samples from q). With log r = log q - log p:
 
     k1 = -log r                 unbiased, high variance, may be negative
     k2 = (log r)^2 / 2          biased, low variance, never negative

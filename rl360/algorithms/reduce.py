@@ -15,7 +15,7 @@ TokenWeights = Callable[[Sequence[int]], list[float]]
 def token_mean(token_counts: Sequence[int]) -> list[float]:
     """Weigh every token of the global batch alike: 1 / total tokens.
 
-    Source: the token-level loss of DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.3).
+    Source: the token-level loss of DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.3, equation 12).
 
     Args:
         token_counts: trained tokens of each attempt; 0 where it has none.

@@ -12,43 +12,18 @@ rollout requeues what the engine failed.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from harbor.agents.agent_auth_resolution import ModelConnectionSpec
 from harbor.agents.base import BaseAgent
 from harbor.agents.capabilities import AgentCapabilities
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 
+from rl360.agents.blocks import extract_code
+from rl360.agents.endpoint import Endpoint, Spent
 from rl360.types import Stop
-
-# A fence is a line of three backticks; the closing one stands alone at the start of a line.
-_BLOCK = re.compile(r"^```[^\n`]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
-_MAX_ERROR_CHARS = 500
-
-
-class InternalServerError(RuntimeError):
-    """The model endpoint answered 5xx. The name is one of Harbor's error table."""
-
-
-class BadRequestError(RuntimeError):
-    """The model endpoint refused the request. The name is one of Harbor's error table."""
-
-
-class APIConnectionError(RuntimeError):
-    """The model endpoint did not answer, or not in time. The name is one of Harbor's error table."""
-
-
-def extract_code(reply: str) -> tuple[str | None, bool]:
-    """Return (code of the first closed block or None, whether the reply is exactly one block)."""
-    match = _BLOCK.search(reply)
-    if match is None:
-        return None, False
-    alone = not reply[: match.start()].strip() and not reply[match.end() :].strip()
-    return match.group(1), alone
 
 
 class SingleTurnAgent(BaseAgent):
@@ -87,39 +62,20 @@ class SingleTurnAgent(BaseAgent):
         if self._system_prompt:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
         context.metadata = {"format_ok": False, "stop": Stop.FINISHED.value, "code_chars": 0, "finish_reason": None}
-        answer = await self._ask({"model": self.model_name or "policy", "messages": messages})
-        if answer is None:
-            context.metadata["stop"] = Stop.LENGTH.value
+        async with Endpoint(self._base_url, self.model_name, timeout_s=self._request_timeout_s) as endpoint:
+            reply = await endpoint.ask(messages)
+        if isinstance(reply, Spent):
+            context.metadata["stop"] = reply.stop.value
             return
-        choice = answer["choices"][0]
-        usage = answer.get("usage") or {}
-        context.n_input_tokens = usage.get("prompt_tokens")
-        context.n_output_tokens = usage.get("completion_tokens")
-        code, alone = extract_code(choice["message"].get("content") or "")
-        stop = Stop.LENGTH if choice.get("finish_reason") == "length" else Stop.FINISHED
+        context.n_input_tokens, context.n_output_tokens = reply.prompt_tokens, reply.completion_tokens
+        code, alone = extract_code(reply.text)
         context.metadata = {
             "format_ok": alone,
-            "stop": stop.value,
+            "stop": (Stop.LENGTH if reply.truncated else Stop.FINISHED).value,
             "code_chars": len(code or ""),
-            "finish_reason": choice.get("finish_reason"),
+            "finish_reason": reply.finish_reason,
         }
         if code is not None:
             local = Path(self.logs_dir) / Path(self._path).name
             local.write_text(code)
             await environment.upload_file(source_path=local, target_path=self._path)
-
-    async def _ask(self, body: dict[str, Any]) -> dict[str, Any] | None:
-        """One request. None: the context is spent."""
-        url = f"{self._base_url}/chat/completions"
-        timeout = aiohttp.ClientTimeout(total=self._request_timeout_s)
-        try:
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.post(url, json=body) as response:
-                if response.status == 200:
-                    return dict(await response.json())
-                text = (await response.text())[:_MAX_ERROR_CHARS]
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise APIConnectionError(f"POST {url}: {type(error).__name__}: {error}") from error
-        if response.status == 400 and "context_length_exceeded" in text:
-            return None
-        kind = InternalServerError if response.status >= 500 else BadRequestError
-        raise kind(f"POST {url}: {response.status}: {text}")

@@ -15,13 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harbor.models.agent.context import AgentContext  # isort: skip
-from rl360.agents.single_turn import (  # isort: skip
-    APIConnectionError,
-    BadRequestError,
-    InternalServerError,
-    SingleTurnAgent,
-    extract_code,
-)
+from rl360.agents.blocks import extract_code  # isort: skip
+from rl360.agents.endpoint import APIConnectionError, BadRequestError, InternalServerError  # isort: skip
+from rl360.agents.single_turn import SingleTurnAgent  # isort: skip
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,15 @@
 
 In: attempt specs. Out: base URLs for agents, `Session` records. Left to others: the proxy itself (proxy.py), processes
 (the WorkerGroup that is passed in).
+
+A proxy that dies, or hangs, is started again. Its sessions are lost with it: their agents find nobody at the old URL,
+and closing them raises `proxy_session_lost`, so that their tries are made again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +18,14 @@ from typing import Any
 
 import aiohttp
 
-from rl360.errors import EngineError, InfrastructureError
+from rl360.errors import EngineError, InfrastructureError, RL360Error, WorkerDied
 from rl360.protocols import WorkerGroup
 from rl360.types import AttemptSpec, Purpose, Sampling, Session, Stop, Task
 
+log = logging.getLogger(__name__)
+
 PROXY = "rl360.gateway.proxy:ProxyWorker"
-CALL_TIMEOUT_S = 60.0  # opening or closing a session: milliseconds, unless the machine is drowning
+CALL_TIMEOUT_S = 60.0  # opening or closing a session: milliseconds, unless the machine is drowning or the proxy hangs
 HEALTH_TIMEOUT_S = 5.0
 VERIFY_NEW_TOKENS = 8
 
@@ -31,6 +37,10 @@ class DirectGateway:
         host, port, api_key_env: of GatewayConfig.
         engine_urls, tokenizer_dir, tool_parser, reasoning_parser, request_timeout_s, log_dir: see ProxyWorker.
         worker_group_factory: (target, size, kwargs, name) -> WorkerGroup.
+        call_timeout_s: of opening or closing a session; a proxy that takes longer and answers no /health is replaced.
+
+    Every method but `start` and `verify` raises InfrastructureError: `proxy_session_lost`, `proxy_timeout`,
+    `proxy_error`, and `proxy_start` when the proxy cannot be started again.
     """
 
     def __init__(
@@ -46,6 +56,7 @@ class DirectGateway:
         tool_parser: str = "none",
         reasoning_parser: str = "none",
         request_timeout_s: float = 120.0,
+        call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         kwargs: Mapping[str, Any] = {
             "engine_urls": list(engine_urls),
@@ -59,32 +70,74 @@ class DirectGateway:
             "api_key_env": api_key_env,
         }
         self._request_timeout_s = request_timeout_s
+        self._call_timeout_s = call_timeout_s
         self._group = worker_group_factory(target=PROXY, size=1, kwargs=kwargs, name="proxy")
+        self._url = ""
+        self._lives = 0  # how often the proxy was started again
+        self._restarting = asyncio.Lock()
 
     async def start(self) -> None:
         """Start the proxy process. Raises what its start raised."""
         await asyncio.to_thread(self._group.start)
+        self._url = str(await self._group.call(0, "url", timeout_s=self._call_timeout_s))
 
     async def open(self, spec: AttemptSpec) -> str:
-        return str(await self._group.call(0, "open", spec, timeout_s=CALL_TIMEOUT_S))
+        """Open a session; on a new proxy where the old one turns out to be dead."""
+        lives = self._lives
+        try:
+            return str(await self._call("open", spec))
+        except InfrastructureError as error:
+            if error.cause != "proxy_session_lost" or self._lives == lives:
+                raise
+        return str(await self._call("open", spec))
 
     async def close_session(self, try_id: str) -> Session:
-        session = await self._group.call(0, "close_session", try_id, timeout_s=CALL_TIMEOUT_S)
+        session = await self._call("close_session", try_id)
         assert isinstance(session, Session)
         return session
 
     async def discard(self, try_id: str) -> None:
-        await self._group.call(0, "discard", try_id, timeout_s=CALL_TIMEOUT_S)
+        await self._call("discard", try_id)
 
     async def health(self) -> bool:
         """Whether the proxy's HTTP server answers, the way agents reach it."""
-        url = await self._group.call(0, "url", timeout_s=HEALTH_TIMEOUT_S)
-        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=min(HEALTH_TIMEOUT_S, self._call_timeout_s))
         try:
-            async with aiohttp.ClientSession(timeout=timeout) as client, client.get(f"{url}/health") as response:
+            async with aiohttp.ClientSession(timeout=timeout) as client, client.get(f"{self._url}/health") as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        life = self._lives
+        try:
+            return await self._group.call(0, method, *args, timeout_s=self._call_timeout_s)
+        except WorkerDied as error:
+            await self._revive(life)
+            raise InfrastructureError("proxy_session_lost", str(error)) from error
+        except InfrastructureError:
+            raise
+        except TimeoutError as error:
+            if not await self.health():
+                await self._revive(life)
+            raise InfrastructureError("proxy_timeout", f"{method}: {error}") from error
+        except Exception as error:  # whatever the proxy raised comes back as itself, and costs this try only
+            raise InfrastructureError("proxy_error", f"{method}: {error!r}") from error
+
+    async def _revive(self, life: int) -> None:
+        """Replace the proxy of this life, once for all the calls that found it dead."""
+        async with self._restarting:
+            if life != self._lives:
+                return
+            log.error("the session proxy died or hangs; starting it again, its open sessions are lost")
+            try:
+                await asyncio.to_thread(self._group.restart, 0)
+                self._url = str(await self._group.call(0, "url", timeout_s=self._call_timeout_s))
+            except (RL360Error, TimeoutError) as error:
+                raise InfrastructureError(
+                    "proxy_start", f"the session proxy cannot be started again: {error}"
+                ) from error
+            self._lives += 1
 
     async def verify(self) -> None:
         """Send one request through the whole chain and check every field that training needs.

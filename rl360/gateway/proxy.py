@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from rl360.errors import ConfigError, EngineError
+from rl360.errors import ConfigError, EngineError, InfrastructureError
 from rl360.gateway.engine_client import HttpEngine
 from rl360.gateway.engine_pool import EnginePool, mix_seed, read_reply, sampling_params
 from rl360.gateway.openai_api import RequestError, stream_events
@@ -117,7 +117,9 @@ class ProxyWorker:
         return f"{self.url()}/s/{quote(spec.try_id, safe='')}/v1"
 
     async def close_session(self, try_id: str) -> Session:
-        """End a session, log it and hand over its record. Raises KeyError when there is none."""
+        """End a session, log it and hand over its record. Raises InfrastructureError `proxy_session_lost`."""
+        if try_id not in self._sessions:
+            raise InfrastructureError("proxy_session_lost", f"no open session {try_id!r}: did the proxy start again?")
         return await self._end(try_id, discarded=False)
 
     async def discard(self, try_id: str) -> None:
@@ -182,9 +184,10 @@ class ProxyWorker:
         if session is None:
             return _error(_not_found(try_id))
         try:
-            chat, options = await session.read(await request.read())
+            with session.waiting():
+                chat, options = await session.read(await request.read())
             call = session.call(chat)
-            with call.attended():
+            with call.attended(), session.waiting():
                 payload = await session.answer(call, options)
                 if options.stream:
                     response = web.StreamResponse(

@@ -162,7 +162,8 @@ class ProxySession:
     async def answer(self, call: Call, options: ReplyOptions) -> dict[str, Any]:
         """Wait for a call. Raises RequestError; being cancelled (a client that hangs up) leaves the call running."""
         try:
-            answer = await asyncio.shield(call.task)
+            with self.waiting():
+                answer = await asyncio.shield(call.task)
             if not (options.logprobs or options.token_ids):
                 return answer.payload
             return await self._offload(self._with_options, answer, options)
@@ -187,7 +188,6 @@ class ProxySession:
     async def _run(self, request: ChatRequest, number: int, given_up: Sequence[asyncio.Task[Answer]]) -> Answer:
         self._tick += 1
         started = self._tick
-        self._begin_wait()
         began = self._clock()
         try:
             await asyncio.gather(*given_up, return_exceptions=True)  # they hold the segment until they are gone
@@ -205,8 +205,6 @@ class ProxySession:
             self._fail("proxy_error")
             log.exception("%s turn %d: the proxy failed", self.spec.try_id, number)
             raise RequestError(500, f"proxy_error: {error!r}", code="proxy_error") from error
-        finally:
-            self._end_wait()
         if self._failure is not None and self._failure[0] < started:
             self._failure = None  # it recovered: this call began after the failure and was answered
         self._turns.append((turn, self._calls[request.key]))
@@ -298,16 +296,21 @@ class ProxySession:
         self._tick += 1
         self._failure = (self._tick, cause)
 
-    def _begin_wait(self) -> None:
-        """engine_wait_s is the time in which at least one call was open, not the sum over calls."""
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Hold this while a client waits. `engine_wait_s` is the time in which at least one does, not their sum.
+
+        A call that goes on after its client hung up is nobody's wait: an agent that timed out is being graded by then.
+        """
         if not self._waiting:
             self._waiting_since = self._clock()
         self._waiting += 1
-
-    def _end_wait(self) -> None:
-        self._waiting -= 1
-        if not self._waiting:
-            self._waited_s += self._clock() - self._waiting_since
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._waited_s += self._clock() - self._waiting_since
 
     # -- answers that nobody read ------------------------------------------------------------------------------------
 

@@ -5,14 +5,17 @@ of the agent. Out: a `Verdict`. The table below is the only place that decides i
 records it.
 
 What the policy did (truncation, turns, its own time-out, a wrong answer) is scored and trained on. What failed under
-it is requeued a bounded number of times and then masked with its cause: never a zero.
+it is requeued a bounded number of times and then masked with its cause: never a zero. docs/guide/failures.md shows the
+table to users.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 
 from rl360.types import Session, Stop, TrialResult
 
@@ -32,105 +35,273 @@ class Verdict:
     cause: str | None = None  # set for all but TRAIN
 
 
-_REQUEUE = {
-    # sandbox
-    "EnvironmentStartTimeoutError": "sandbox_start_timeout",
-    "SandboxBuildFailedError": "sandbox_build",
-    "AgentSetupTimeoutError": "agent_setup_timeout",
-    "HealthcheckError": "sandbox_health",
-    "SSHAccessError": "sandbox_access",
-    "AddTestsDirError": "sandbox_upload",
-    "DownloadVerifierDirError": "sandbox_download",
-    "RuntimeRequestError": "sandbox_request",
-    "RuntimeError": "sandbox_died",  # what a Harbor environment raises when it is gone
-    # model provider: the engine or the proxy
-    **dict.fromkeys(
-        (
-            "ApiError",
-            "ApiRateLimitError",
-            "ApiInternalServerError",
-            "ApiOverloadedError",
-            "ApiConnectionClosedError",
-            "ApiResponseStalledError",
-            "UnknownApiError",
-            "NetworkConnectionError",
-            "ApiConnectionError",
-            "RateLimitError",
-            "InternalServerError",
-            "ServiceUnavailableError",
-            "APIConnectionError",
-            "APIError",
-            "Timeout",
-            "BadRequestError",
-            "HTTPStatusError",
-            "ConnectError",
-            "ReadTimeout",
-            "EngineError",
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    policy: the policy's own end. It is trained on where the verifier gave a verdict all the same, else scored zero.
+    at_cap: agents also say this when the proxy refuses a call at a cap of turns or tokens; then it is the policy's.
+    """
+
+    action: Action
+    cause: str
+    policy: Stop | None = None
+    at_cap: bool = False
+
+
+def _rows(action: Action, cause: str, names: Iterable[str], at_cap: bool = False) -> dict[str, Row]:
+    return dict.fromkeys(names, Row(action, cause, at_cap=at_cap))
+
+
+def _policy(stop: Stop, names: Iterable[str]) -> dict[str, Row]:
+    """The cause is the exception's own name: the ledger says what the policy ran into."""
+    return {name: Row(Action.SCORE_ZERO, name, policy=stop) for name in names}
+
+
+_REQUEUE, _MASK, _ABORT = Action.REQUEUE, Action.MASK, Action.ABORT
+
+# By exception class name, as Harbor reports it. Every name of Harbor's own policy has a row here (tested).
+EXCEPTIONS: Mapping[str, Row] = MappingProxyType(
+    {
+        # -- the policy's own doing
+        **_policy(
+            Stop.LENGTH,
+            (
+                "ContextWindowExceededError",
+                "OutputTokenExceededError",
+                "ContextLengthExceededError",
+                "OutputLengthExceededError",
+            ),
         ),
-        "model_provider",
-    ),
-    # ours
-    "WorkerDied": "worker_died",
-    "TrialTimeoutError": "trial_timeout",
-    "CancelledError": "cancelled",
-    "OSError": "host_io",
-}
-_MASK = {
-    "VerifierTimeoutError": "verifier_timeout",
-    "RewardFileNotFoundError": "verifier_no_reward",
-    "RewardFileEmptyError": "verifier_no_reward",
-    "VerifierOutputParseError": "verifier_garbage",
-}
-_POLICY_BUDGET = {
-    "ContextWindowExceededError",
-    "OutputTokenExceededError",
-    "ContextLengthExceededError",
-    "OutputLengthExceededError",
-}
-_POLICY_MEMORY = {"SandboxLikelyOutOfMemoryError", "MemoryLimitExceededError"}
-_ABORT = {
-    "AgentAuthenticationError": "authentication",
-    "AuthenticationError": "authentication",
-    "PermissionDeniedError": "authentication",
-    "MissingExtraError": "missing_extra",
-}
+        **_policy(Stop.AGENT_ERROR, ("SandboxLikelyOutOfMemoryError", "MemoryLimitExceededError")),
+        **_policy(Stop.GAVE_UP, ("AgentSafetyRefusalError", "ContentPolicyViolationError")),
+        # `classify` takes the engine's share out of the agent's time first.
+        **_policy(Stop.TIMEOUT, ("AgentTimeoutError",)),
+        # -- sandbox
+        "EnvironmentStartTimeoutError": Row(_REQUEUE, "sandbox_start_timeout"),
+        "SandboxBuildFailedError": Row(_REQUEUE, "sandbox_build"),
+        "AgentSetupTimeoutError": Row(_REQUEUE, "agent_setup_timeout"),
+        "HealthcheckError": Row(_REQUEUE, "sandbox_health"),
+        **_rows(_REQUEUE, "sandbox_access", ("SSHAccessError", "GKEExecStreamClosedError", "GKEPodNotFoundError")),
+        "AddTestsDirError": Row(_REQUEUE, "sandbox_upload"),
+        "DownloadVerifierDirError": Row(_REQUEUE, "sandbox_download"),
+        "RuntimeRequestError": Row(_REQUEUE, "sandbox_request"),
+        # What a Harbor environment raises when it is gone; our own says so before the verifier runs.
+        **_rows(_REQUEUE, "sandbox_died", ("RuntimeError", "SandboxDied")),
+        **_rows(
+            _REQUEUE,
+            "sandbox_service",
+            (
+                "DaytonaError",
+                "DaytonaRateLimitError",
+                "DaytonaNotFoundError",
+                "DaytonaTimeoutError",
+                "DaytonaConnectionError",
+            ),
+        ),
+        # -- the engine or the proxy, as agents and their libraries name it
+        **_rows(
+            _REQUEUE,
+            "model_provider",
+            (
+                "ApiRateLimitError",
+                "ApiInternalServerError",
+                "ApiOverloadedError",
+                "ApiResponseStalledError",
+                "ApiUsageLimitError",
+                "RateLimitError",
+                "InternalServerError",
+                "ServiceUnavailableError",
+                "Timeout",
+                "APITimeoutError",
+                "HTTPStatusError",
+                "ReadTimeout",
+                "EngineError",
+            ),
+        ),
+        **_rows(
+            _REQUEUE,
+            "model_provider",
+            ("ApiError", "UnknownApiError", "APIError", "APIStatusError", "BadRequestError"),
+            at_cap=True,
+        ),
+        **_rows(
+            _REQUEUE,
+            "model_unreachable",
+            (
+                "ApiConnectionClosedError",
+                "ApiConnectionError",
+                "NetworkConnectionError",
+                "APIConnectionError",
+                "ConnectError",
+                "ConnectTimeout",
+                "ReadError",
+                "RemoteProtocolError",
+                "ClientConnectorError",
+                "ClientOSError",
+                "ServerDisconnectedError",
+                "ConnectionError",
+                "ConnectionRefusedError",
+                "ConnectionResetError",
+                "BrokenPipeError",
+            ),
+        ),
+        **_rows(
+            _MASK,
+            "model_request",
+            ("UnprocessableEntityError", "UnsupportedParamsError", "UnsupportedModelParametersError"),
+            at_cap=True,
+        ),
+        **_rows(_MASK, "model_reply", ("APIResponseValidationError",)),
+        **_rows(_MASK, "model_budget", ("BudgetExceededError",)),
+        **_rows(_MASK, "model_not_found", ("ModelNotFoundError", "ApiProviderResourceNotFoundError", "NotFoundError")),
+        **_rows(
+            _ABORT,
+            "authentication",
+            (
+                "AgentAuthenticationError",
+                "AuthenticationError",
+                "PermissionDeniedError",
+                "ApiKeyRejectedError",
+                "MissingModelCredentialError",
+                "DaytonaAuthenticationError",
+            ),
+        ),
+        # -- the agent's program. It may have failed because of the policy or under it, so it is no zero.
+        "NonZeroAgentExitCodeError": Row(_REQUEUE, "agent_exit_code", at_cap=True),
+        "RecursionError": Row(_REQUEUE, "agent_recursion", at_cap=True),
+        # -- the verifier: the task is to blame, and another try would find the same
+        "VerifierTimeoutError": Row(_MASK, "verifier_timeout"),
+        **_rows(_MASK, "verifier_no_reward", ("RewardFileNotFoundError", "RewardFileEmptyError")),
+        "VerifierOutputParseError": Row(_MASK, "verifier_garbage"),
+        # -- the task's own settings
+        **_rows(_MASK, "task_invalid", ("TOMLDecodeError", "ValidationError")),
+        # -- Harbor
+        **_rows(_MASK, "harbor_unsupported", ("ServiceOperationsUnsupportedError", "RegradeError")),
+        **_rows(
+            _ABORT, "missing_extra", ("MissingExtraError", "DspyImportError", "ModuleNotFoundError", "ImportError")
+        ),
+        "VercelScopeError": Row(_ABORT, "sandbox_account"),
+        # -- this host
+        **_rows(
+            _REQUEUE,
+            "host_io",
+            ("OSError", "FileNotFoundError", "FileExistsError", "PermissionError", "NotADirectoryError"),
+        ),
+        "MemoryError": Row(_REQUEUE, "host_memory"),
+        "TimeoutError": Row(_REQUEUE, "timeout"),
+        "CancelledError": Row(_REQUEUE, "cancelled"),
+        "TrialTimeoutError": Row(_REQUEUE, "trial_timeout"),  # ours: Harbor has no limit of the whole trial
+    }
+)
+
+# By cause: what our own parts report in `InfrastructureError.cause` and `Session.cause`.
+CAUSES: Mapping[str, Row] = MappingProxyType(
+    {
+        name: Row(action, name)
+        for action, names in (
+            (
+                _REQUEUE,
+                (
+                    "agent_infrastructure",  # the agent itself reports that something under it failed
+                    "engine_refused",
+                    "engine_timeout",
+                    "engine_reply",
+                    "engine_status_408",
+                    "engine_status_429",
+                    "engine_wait",  # Harbor's timer ran out while the engine had the agent wait
+                    "no_model_call",
+                    "proxy_error",
+                    "proxy_session_lost",
+                    "proxy_timeout",
+                    "proxy_unreachable",
+                    "timeout",
+                    "trial_timeout",
+                    "worker_died",
+                    "worker_error",
+                ),
+            ),
+            # A request that the engine refuses as it stands: too long, or out of its memory. It would refuse it again.
+            (_MASK, ("engine_status_400", "engine_status_413", "engine_status_422")),
+            # What does not start a second time will not start for the next attempt either.
+            (_ABORT, ("engine_start", "proxy_start", "worker_start")),
+        )
+        for name in names
+    }
+    | {f"engine_status_{code}": Row(_ABORT, "authentication") for code in (401, 403)}
+)
+DISK_FULL = "No space left on device"  # strerror(ENOSPC): the host's disk, since a full sandbox is reported apart
+
+
+def row_of(cause: str) -> Row:
+    """The row of one of our own causes; an engine's other error statuses, and causes unknown here, are requeued."""
+    return CAUSES.get(cause) or Row(Action.REQUEUE, cause)
+
+
+def classify_cause(cause: str) -> Verdict:
+    """What a failure of our own parts means, when there is no trial to look at."""
+    row = row_of(cause)
+    return Verdict(row.action, Stop.INFRASTRUCTURE, row.cause)
 
 
 def classify(trial: TrialResult, session: Session | None, agent_timeout_s: float) -> Verdict:
     """Decide what the end of one try means.
 
-    `agent_timeout_s` is the agent's own budget: Harbor's timer is wall clock, so a time-out is the policy's only if the
-    agent's seconds less the seconds that it waited for the engine exceed the budget.
+    `agent_timeout_s` is the agent's own budget. Harbor's timer is wall clock, and is given more (`agent_timer_s`): the
+    agent's seconds less the seconds that it waited for the engine are what counts against the budget.
     """
     if session is None:
-        return Verdict(Action.REQUEUE, Stop.INFRASTRUCTURE, "proxy_session_lost")
+        return classify_cause("proxy_session_lost")
     if session.stop is Stop.INFRASTRUCTURE:
-        return Verdict(Action.REQUEUE, Stop.INFRASTRUCTURE, session.cause or "engine")
+        return _unless_it_worked(classify_cause(session.cause or "proxy_error"), session)
+    verdict = _of_trial(trial, session, agent_timeout_s)
+    if verdict.stop is not Stop.INFRASTRUCTURE and not session.turns and session.stop is None:
+        # The policy never said a word: whatever came of it is not its doing. (A prompt over the cap has a stop.)
+        return classify_cause("no_model_call")
+    return _unless_it_worked(verdict, session)
+
+
+def agent_timer_s(budget_s: float, trial_timeout_s: float, start_timeout_s: float, verifier_timeout_s: float) -> float:
+    """Harbor's wall clock for the agent: all that the trial's deadline leaves it, at least the budget.
+
+    The time between budget and timer is for engine waits: queues, and pauses for new weights.
+    """
+    return max(budget_s, trial_timeout_s - start_timeout_s - verifier_timeout_s)
+
+
+def _of_trial(trial: TrialResult, session: Session, agent_timeout_s: float) -> Verdict:
     name = trial.exception_type
     has_verdict = bool(trial.rewards) and all(math.isfinite(v) for v in (trial.rewards or {}).values())
     if not has_verdict and (resource := trial.agent_metadata.get("exhausted")):
         # The policy used up its own sandbox (memory, disk, lifetime): the verifier had no ground left to stand on.
         return Verdict(Action.SCORE_ZERO, Stop.AGENT_ERROR, f"exhausted_{resource}")
+    own_s = trial.timings.agent_s - session.engine_wait_s
     if name is None:
+        if trial.agent_metadata.get("stop") == Stop.INFRASTRUCTURE.value:
+            return classify_cause("agent_infrastructure")
         if has_verdict:
-            return Verdict(Action.TRAIN, _policy_stop(trial, session))
+            late = own_s > agent_timeout_s and session.stop is None
+            return Verdict(Action.TRAIN, Stop.TIMEOUT if late else _policy_stop(trial, session))
         return Verdict(Action.MASK, Stop.INFRASTRUCTURE, "verifier_garbage" if trial.rewards else "verifier_no_reward")
-    if name in _ABORT:
-        return Verdict(Action.ABORT, Stop.INFRASTRUCTURE, _ABORT[name])
-    if name == "AgentTimeoutError":
-        own_s = trial.timings.agent_s - session.engine_wait_s
-        if own_s < agent_timeout_s:
-            return Verdict(Action.REQUEUE, Stop.INFRASTRUCTURE, "engine_wait")
-        return Verdict(Action.TRAIN if has_verdict else Action.SCORE_ZERO, Stop.TIMEOUT, None if has_verdict else name)
-    capped = session.stop in (Stop.LENGTH, Stop.TURNS)  # the proxy refused a call: agents report it as they like
-    if name in _POLICY_BUDGET or (name == "BadRequestError" and capped):
-        action, cause = (Action.TRAIN, None) if has_verdict else (Action.SCORE_ZERO, name)
-        return Verdict(action, session.stop if capped and session.stop else Stop.LENGTH, cause)
-    if name in _POLICY_MEMORY:
-        return Verdict(Action.SCORE_ZERO, Stop.AGENT_ERROR, name)
-    if name in _MASK:
-        return Verdict(Action.MASK, Stop.INFRASTRUCTURE, _MASK[name])
-    return Verdict(Action.REQUEUE, Stop.INFRASTRUCTURE, _REQUEUE.get(name, f"unclassified_{name}"))
+    row = EXCEPTIONS.get(name, Row(Action.REQUEUE, f"unclassified_{name}"))
+    if name == "AgentTimeoutError" and own_s < agent_timeout_s:
+        # Below the budget altogether: Harbor gives this name to any time-out that an agent raises.
+        return classify_cause("engine_wait" if trial.timings.agent_s >= agent_timeout_s else "timeout")
+    stop = row.policy
+    if session.stop in (Stop.LENGTH, Stop.TURNS) and (row.at_cap or stop is Stop.LENGTH):
+        stop = session.stop
+    if stop is not None:
+        return Verdict(Action.TRAIN, stop) if has_verdict else Verdict(Action.SCORE_ZERO, stop, name)
+    full = row.action is Action.REQUEUE and DISK_FULL in (trial.exception_message or "")
+    return Verdict(row.action, Stop.INFRASTRUCTURE, "disk_full" if full else row.cause)
+
+
+def _unless_it_worked(verdict: Verdict, session: Session) -> Verdict:
+    """A setting that no attempt can work with has not let this one talk to the model. Agents derive some of these names
+    from what programs print, so without this a policy could end the run by printing "invalid API key"."""
+    if verdict.action is Action.ABORT and session.turns:
+        return replace(verdict, action=Action.MASK)
+    return verdict
 
 
 def _policy_stop(trial: TrialResult, session: Session) -> Stop:

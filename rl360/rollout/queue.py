@@ -22,26 +22,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rl360.errors import InfrastructureError, RL360Error, WorkerDied
+from rl360.errors import InfrastructureError, RL360Error
 from rl360.protocols import Gateway, Reward, WorkerGroup
-from rl360.rollout.failures import Action, Verdict, classify
+from rl360.rollout.failures import Action, Verdict, classify, classify_cause
+from rl360.rollout.scoring import score_attempt, score_group
 from rl360.types import (
     Attempt,
     AttemptSpec,
     Group,
     GroupSpec,
     Purpose,
-    Score,
     Session,
-    Stop,
     Timings,
     TrialResult,
 )
 
 log = logging.getLogger(__name__)
 
-REWARD_DEADLINE_S = 60.0  # one reward over one group; rewards here read what the trial already reported
 STOP_GRACE_S = 10.0  # for open trials to clean up their sandboxes when the queue closes
+REQUEUE_PAUSE_S = 0.25  # before the second try, doubled before each later one: what failed may be on its way back
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +108,7 @@ class QueueRollout:
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots: asyncio.Semaphore | None = None
         self._load = [0] * workers.size
+        self._lives = [0] * workers.size  # how often each worker was started again
         self._restarting: dict[int, asyncio.Lock] = {}
 
     # ---- driver side -------------------------------------------------------------------------------------------------
@@ -261,8 +261,16 @@ class QueueRollout:
                 break
             log.warning("requeue %s: %s (%s)", spec.try_id, verdict.cause, _trial_error(attempt.trial))
             self._events.requeued(spec, verdict.cause or "unknown")
+            self._events.progress()
             spec = replace(spec, try_number=spec.try_number + 1, retry_of=spec.try_id)
             queued_at = time.monotonic()
+            await asyncio.sleep(REQUEUE_PAUSE_S * 2 ** (tries - 1))
+        if not attempt.valid:
+            where = attempt.trial.trial_dir if attempt.trial else "none"
+            log.warning(
+                "masked %s of task %s: %s (%s); its trial folder: %s",
+                spec.try_id, spec.task.task_id, attempt.cause, _trial_error(attempt.trial), where,
+            )  # fmt: skip
         self._events.finished(attempt)
         with self._lock:
             group.finished[spec.attempt_id] = attempt
@@ -272,15 +280,11 @@ class QueueRollout:
 
     async def _complete(self, group: _OpenGroup) -> None:
         """Score what needs the whole group, then offer it. The journal holds attempts as they were before this."""
-        attempts = [group.finished[a.attempt_id] for a in group.spec.attempts]
-        for name, reward in self._rewards.items():
-            if reward.scope == "group" and (valid := [a for a in attempts if a.valid]):
-                scores = await asyncio.wait_for(
-                    reward.score(group.spec.task, valid, REWARD_DEADLINE_S), REWARD_DEADLINE_S
-                )
-                for attempt, score in zip(valid, scores, strict=True):
-                    group.finished[attempt.spec.attempt_id] = replace(attempt, scores={**attempt.scores, name: score})
+        attempts = await score_group(
+            self._rewards, group.spec.task, [group.finished[a.attempt_id] for a in group.spec.attempts]
+        )
         with self._lock:
+            group.finished = {a.spec.attempt_id: a for a in attempts}
             self._ready[group.spec.purpose].append(group)
             self._lock.notify_all()
 
@@ -298,7 +302,7 @@ class QueueRollout:
                 verdict = classify(trial, session, self._agent_timeout_s)
             except InfrastructureError as error:
                 trial = _lost_trial(spec, error)
-                verdict = Verdict(Action.REQUEUE, Stop.INFRASTRUCTURE, error.cause)
+                verdict = classify_cause(error.cause)
                 await self._discard(spec)
             except asyncio.CancelledError:
                 await asyncio.shield(self._discard(spec))
@@ -324,57 +328,48 @@ class QueueRollout:
             truncated_turns=session.truncated_turns if session else 0,
         )
         if verdict.action in (Action.TRAIN, Action.SCORE_ZERO):
-            attempt = await self._score(attempt, verdict)
+            attempt = await score_attempt(self._rewards, attempt, zero=verdict.action is Action.SCORE_ZERO)
         return attempt, verdict
 
     async def _run_trial(self, spec: AttemptSpec, url: str) -> TrialResult:
-        alive = [rank for rank in range(self._workers.size) if self._workers.alive(rank)]
-        rank = min(alive or range(self._workers.size), key=self._load.__getitem__)
+        rank = min(range(self._workers.size), key=self._load.__getitem__)
         self._load[rank] += 1
         try:
-            return await self._workers.call(rank, "run", spec, url, timeout_s=self._client_timeout_s)
-        except TimeoutError as error:
-            raise InfrastructureError("trial_timeout", f"no answer from worker {rank}") from error
-        except WorkerDied:
             await self._revive(rank)
-            raise
+            return await self._call_worker(rank, spec, url)
         finally:
             self._load[rank] -= 1
 
-    async def _revive(self, rank: int) -> None:
-        """Start a dead worker again, once for all the calls that it took down."""
+    async def _call_worker(self, rank: int, spec: AttemptSpec, url: str) -> TrialResult:
+        life = self._lives[rank]
+        try:
+            return await self._workers.call(rank, "run", spec, url, timeout_s=self._client_timeout_s)
+        except TimeoutError as error:
+            # The worker has a limit of its own for each trial, and a smaller one: it is the worker that hangs.
+            await self._revive(rank, hung=life)
+            raise InfrastructureError("trial_timeout", f"no answer from worker {rank}") from error
+        except InfrastructureError:
+            raise
+        except RL360Error as error:
+            raise InfrastructureError("worker_error", str(error)) from error
+
+    async def _revive(self, rank: int, hung: int | None = None) -> None:
+        """Start a dead worker again, once for all the calls that it took down.
+
+        `hung` is the life that a caller gave up on: a worker that is still in it is killed first.
+        """
         lock = self._restarting.setdefault(rank, asyncio.Lock())
         async with lock:
-            if not self._workers.alive(rank):
-                log.warning("trial worker %d died; starting it again", rank)
+            if not self._workers.alive(rank) or hung == self._lives[rank]:
+                log.warning("starting trial worker %d again", rank)
                 await asyncio.to_thread(self._workers.restart, rank)
+                self._lives[rank] += 1
 
     async def _discard(self, spec: AttemptSpec) -> None:
         try:
             await asyncio.wait_for(self._gateway.discard(spec.try_id), STOP_GRACE_S)
         except (TimeoutError, InfrastructureError) as error:
-            log.warning("session %s was not discarded: %s", spec.try_id, error)
-
-    async def _score(self, attempt: Attempt, verdict: Verdict) -> Attempt:
-        """Rewards in config order; each sees the scores before it. A reward that fails masks the attempt."""
-        if verdict.action is Action.SCORE_ZERO:
-            zero = {
-                name: Score(raw=None, shaped=0.0, success=False if r.required else None)
-                for name, r in self._rewards.items()
-            }
-            return replace(attempt, scores=zero)
-        for name, reward in self._rewards.items():
-            if reward.scope != "attempt":
-                continue
-            try:
-                (score,) = await asyncio.wait_for(
-                    reward.score(attempt.spec.task, [attempt], REWARD_DEADLINE_S), REWARD_DEADLINE_S
-                )
-            except TimeoutError:
-                score = Score(raw=None, shaped=0.0, valid=not reward.required, cause=f"reward_{name}_timeout")
-            cause = attempt.cause or (None if score.valid else score.cause or f"reward_{name}_invalid")
-            attempt = replace(attempt, scores={**attempt.scores, name: score}, cause=cause)
-        return attempt
+            log.warning("session %s was not discarded: %s", spec.try_id, error)  # a new proxy has none of it
 
 
 def _trial_error(trial: TrialResult | None) -> str:

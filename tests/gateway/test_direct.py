@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import statistics
 import time
 import urllib.request
@@ -15,7 +17,7 @@ import aiohttp
 import pytest
 
 from rl360.engine.workers import LocalWorkerGroup
-from rl360.errors import ConfigError, EngineError, RL360Error
+from rl360.errors import ConfigError, EngineError, InfrastructureError, RL360Error
 from rl360.gateway.direct import DirectGateway
 from rl360.protocols import Gateway
 from tests.gateway.kit import attempt_spec, tokenizer_of, write_folder
@@ -120,3 +122,47 @@ async def test_a_missing_model_folder_is_told_at_start(tmp_path: Path) -> None:
         (tmp_path / "model" / "tokenizer.json").unlink()
         with pytest.raises((ConfigError, RL360Error), match=r"tokenizer.json: not found"):
             await made.start()
+
+
+async def test_a_killed_proxy_is_started_again_without_its_sessions(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as (made, _):
+        await made.start()
+        before = attempt_spec("before")
+        old_url = await made.open(before)
+        os.kill(made._group.pid(0), signal.SIGKILL)  # type: ignore[attr-defined]
+        specs = [attempt_spec(f"after{i}") for i in range(4)]
+        urls = await asyncio.gather(*(made.open(spec) for spec in specs))
+        assert made._lives == 1  # one new proxy for all that found the old one dead
+        with pytest.raises(InfrastructureError, match="proxy_session_lost"):
+            await made.close_session(before.try_id)
+        await made.discard(before.try_id)
+        async with aiohttp.ClientSession() as client:
+            body = {"messages": [{"role": "user", "content": "hi"}]}
+            async with client.post(f"{urls[0]}/chat/completions", json=body) as response:
+                assert response.status == 200
+            with pytest.raises(aiohttp.ClientError):
+                await client.post(f"{old_url}/chat/completions", json=body)
+        assert len((await made.close_session(specs[0].try_id)).turns) == 1
+        assert await made.health()
+
+
+async def test_a_hanging_proxy_is_replaced(tmp_path: Path) -> None:
+    async with gateway(tmp_path, call_timeout_s=1.0) as (made, _):
+        await made.start()
+        spec = attempt_spec()
+        await made.open(spec)
+        os.kill(made._group.pid(0), signal.SIGSTOP)  # type: ignore[attr-defined]
+        with pytest.raises(InfrastructureError, match="proxy_timeout"):
+            await made.close_session(spec.try_id)
+        assert await made.health()
+        with pytest.raises(InfrastructureError, match="proxy_session_lost"):
+            await made.close_session(spec.try_id)
+
+
+async def test_a_proxy_that_cannot_be_started_again_says_so(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as (made, _):
+        await made.start()
+        (tmp_path / "model" / "tokenizer.json").unlink()
+        os.kill(made._group.pid(0), signal.SIGKILL)  # type: ignore[attr-defined]
+        with pytest.raises(InfrastructureError, match=r"proxy_start.*tokenizer.json: not found"):
+            await made.open(attempt_spec())

@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from rl360.errors import ConfigError, EngineError
+from rl360.errors import ConfigError, EngineError, InfrastructureError
 from rl360.gateway.proxy import ProxyWorker
 from rl360.types import Stop
 from tests.gateway.kit import TOOLS, attempt_spec, tokenizer_of, write_folder
@@ -54,7 +54,7 @@ async def test_a_session_from_open_to_log(tmp_path: Path) -> None:
         assert status == 200
         session = await worker.close_session("i00003-task/é 1-2.t0")
         assert (await chat(client, base_url))[0] == 404
-        with pytest.raises(KeyError):
+        with pytest.raises(InfrastructureError, match="proxy_session_lost"):
             await worker.close_session("i00003-task/é 1-2.t0")
     check_truth(session, model.samples)
     assert len(session.segments) == 1
@@ -118,7 +118,7 @@ async def test_a_client_that_disconnects_leaves_nothing_to_train_on(tmp_path: Pa
         assert model.num_requests == 1
         session = await worker.close_session("a0.t0")
     assert (session.segments, session.turns) == ((), ())
-    assert session.engine_wait_s == pytest.approx(0.5, abs=0.3)
+    assert session.engine_wait_s == pytest.approx(0.1, abs=0.08)  # nobody waited for the rest
 
 
 async def test_a_discarded_session_is_logged_as_such(tmp_path: Path) -> None:

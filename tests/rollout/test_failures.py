@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rl360.rollout.failures import Action, classify
-from rl360.types import Session, Stop, Timings, TrialResult
+from rl360.rollout import failures
+from rl360.rollout.failures import CAUSES, EXCEPTIONS, Action, agent_timer_s, classify, classify_cause
+from rl360.types import Session, Stop, Timings, TrialResult, Turn
 
 BUDGET_S = 10.0
+TURN = Turn((), {"role": "assistant", "content": "x"}, "stop", 1, 1, 0.1, 0)
 
 
 def trial(exception: str | None = None, rewards: dict | None = None, agent_s: float = 1.0, **metadata) -> TrialResult:
     return TrialResult("t", rewards, exception, "text", metadata, Timings(agent_s=agent_s), Path("x"))
 
 
-def session(stop: Stop | None = None, cause: str | None = None, engine_wait_s: float = 0.0) -> Session:
-    return Session((), (), stop, cause, engine_wait_s)
+def session(stop: Stop | None = None, cause: str | None = None, engine_wait_s: float = 0.0, turns: int = 1) -> Session:
+    return Session((), (TURN,) * turns, stop, cause, engine_wait_s)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +43,12 @@ def session(stop: Stop | None = None, cause: str | None = None, engine_wait_s: f
         ("VerifierTimeoutError", None, Action.MASK, Stop.INFRASTRUCTURE, "verifier_timeout"),
         ("RewardFileNotFoundError", None, Action.MASK, Stop.INFRASTRUCTURE, "verifier_no_reward"),
         ("VerifierOutputParseError", None, Action.MASK, Stop.INFRASTRUCTURE, "verifier_garbage"),
-        ("AuthenticationError", None, Action.ABORT, Stop.INFRASTRUCTURE, "authentication"),
+        ("AgentSafetyRefusalError", {"reward": 0.0}, Action.TRAIN, Stop.GAVE_UP, None),
+        ("SandboxDied", None, Action.REQUEUE, Stop.INFRASTRUCTURE, "sandbox_died"),
+        ("APIConnectionError", None, Action.REQUEUE, Stop.INFRASTRUCTURE, "model_unreachable"),
+        ("NonZeroAgentExitCodeError", {"reward": 0.0}, Action.REQUEUE, Stop.INFRASTRUCTURE, "agent_exit_code"),
+        ("ModelNotFoundError", None, Action.MASK, Stop.INFRASTRUCTURE, "model_not_found"),
+        ("OSError", None, Action.REQUEUE, Stop.INFRASTRUCTURE, "host_io"),
         ("NeverSeenError", {"reward": 1.0}, Action.REQUEUE, Stop.INFRASTRUCTURE, "unclassified_NeverSeenError"),
     ],
 )
@@ -88,3 +97,109 @@ def test_a_policy_that_used_up_its_sandbox_scores_zero_even_without_a_verdict():
     verdict = classify(trial("RewardFileNotFoundError", exhausted="disk"), session(), BUDGET_S)
     assert (verdict.action, verdict.cause) == (Action.SCORE_ZERO, "exhausted_disk")
     assert classify(trial(None, {"reward": 1.0}, exhausted="memory"), session(), BUDGET_S).action is Action.TRAIN
+
+
+def test_every_name_that_harbor_knows_has_its_own_row():
+    """Harbor adds names; a new one must be decided on here rather than fall through to `unclassified`."""
+    from harbor.models.trial.error_policy import ERROR_POLICIES
+
+    assert sorted(set(ERROR_POLICIES) - set(EXCEPTIONS)) == []
+
+
+def test_what_harbor_calls_the_agents_own_end_is_the_policys_here_and_nothing_else_is():
+    from harbor.models.trial.error_policy import ERROR_POLICIES
+
+    # Of the sandbox's failures, its memory limit is the policy's: it is what ran in there.
+    ours = {"MemoryLimitExceededError", "SandboxLikelyOutOfMemoryError"}
+    theirs = {name for name, policy in ERROR_POLICIES.items() if policy.reward_valid}
+    assert {name for name, row in EXCEPTIONS.items() if row.policy is not None} == theirs | ours
+
+
+def test_what_harbor_would_not_try_again_is_not_requeued_but_for_our_reasons():
+    from harbor.models.trial.error_policy import ERROR_POLICIES
+
+    # Our agents say BadRequestError of any 4xx, also of a session that a new proxy does not know; a cancelled trial
+    # says nothing of its task.
+    ours = {"BadRequestError", "CancelledError"}
+    once = {name for name, policy in ERROR_POLICIES.items() if not policy.retry}
+    assert {name for name in once if EXCEPTIONS[name].action is Action.REQUEUE} == ours
+
+
+def causes_in_the_sources() -> set[str]:
+    """First arguments of InfrastructureError and EngineError, and of the session's `_fail`, wherever a try passes."""
+    found = set()
+    package = Path(failures.__file__).parents[1]
+    folders = ("agents", "engine", "gateway", "rollout", "sandboxes")
+    # A sync of weights belongs to no try: its errors end the run.
+    files = {file for name in folders for file in (package / name).rglob("*.py")} - {package / "rollout/weight_sync.py"}
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if name in ("InfrastructureError", "EngineError", "WorkerDied", "_fail"):
+                    found.add(str(node.args[0].value))
+    return found
+
+
+def test_every_cause_that_our_code_raises_has_a_row():
+    causes = causes_in_the_sources()
+    assert {"engine_timeout", "worker_died", "proxy_session_lost", "proxy_error"} <= causes
+    assert sorted(causes - set(CAUSES)) == []
+
+
+def test_what_cannot_be_started_again_ends_the_run():
+    for cause in ("worker_start", "proxy_start", "engine_start"):
+        assert classify_cause(cause).action is Action.ABORT
+    assert classify_cause("engine_status_503").action is Action.REQUEUE
+    assert classify_cause("engine_status_413").action is Action.MASK
+    assert classify_cause("never_heard_of").cause == "never_heard_of"
+
+
+def test_a_bad_key_ends_the_run_only_where_it_never_worked():
+    """Harbor reads some of these names from what an agent's program printed, and a policy can print anything."""
+    first = classify(trial("AgentAuthenticationError"), session(turns=0), BUDGET_S)
+    later = classify(trial("AgentAuthenticationError"), session(turns=3), BUDGET_S)
+    assert (first.action, later.action) == (Action.ABORT, Action.MASK)
+    refused = session(Stop.INFRASTRUCTURE, "engine_status_401", turns=0)
+    assert classify(trial("InternalServerError"), refused, BUDGET_S).action is Action.ABORT
+
+
+def test_a_policy_that_never_spoke_is_not_to_blame():
+    quiet = session(turns=0)
+    for end in (trial(None, {"reward": 0.0}), trial("AgentTimeoutError", {"reward": 0.0}, agent_s=11.0)):
+        verdict = classify(end, quiet, BUDGET_S)
+        assert (verdict.action, verdict.stop, verdict.cause) == (
+            Action.REQUEUE, Stop.INFRASTRUCTURE, "no_model_call",
+        )  # fmt: skip
+    too_long = classify(trial(None, {"reward": 0.0}), session(Stop.LENGTH, turns=0), BUDGET_S)
+    assert (too_long.action, too_long.stop) == (Action.TRAIN, Stop.LENGTH)
+
+
+def test_own_time_over_the_budget_is_a_timeout_also_when_the_longer_timer_did_not_ring():
+    """15 s, 4 of them waits: 11 s of its own against 10. With 6 s of waits it is in time."""
+    end = trial(None, {"reward": 1.0}, agent_s=15.0)
+    assert classify(end, session(engine_wait_s=4.0), BUDGET_S).stop is Stop.TIMEOUT
+    assert classify(end, session(engine_wait_s=6.0), BUDGET_S).stop is Stop.FINISHED
+
+
+def test_a_timeout_that_the_agent_raised_itself_is_told_apart():
+    verdict = classify(trial("AgentTimeoutError", agent_s=2.0), session(), BUDGET_S)
+    assert (verdict.action, verdict.cause) == (Action.REQUEUE, "timeout")
+
+
+def test_the_timer_is_what_the_trial_leaves():
+    assert agent_timer_s(300.0, trial_timeout_s=700.0, start_timeout_s=60.0, verifier_timeout_s=60.0) == 580.0
+    assert agent_timer_s(300.0, trial_timeout_s=320.0, start_timeout_s=60.0, verifier_timeout_s=60.0) == 300.0
+
+
+def test_a_full_disk_of_the_host_is_told_apart_from_a_full_sandbox():
+    text = "[Errno 28] No space left on device: 'result.json'"
+    full = replace(trial("OSError"), exception_message=text)
+    assert classify(full, session(), BUDGET_S).cause == "disk_full"
+    inside = replace(trial("RuntimeError", exhausted="disk"), exception_message=text)
+    assert classify(inside, session(), BUDGET_S).action is Action.SCORE_ZERO
+
+
+def test_an_agent_may_say_that_it_was_failed():
+    verdict = classify(trial(None, {"reward": 0.0}, stop="infrastructure"), session(), BUDGET_S)
+    assert (verdict.action, verdict.cause) == (Action.REQUEUE, "agent_infrastructure")

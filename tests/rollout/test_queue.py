@@ -8,10 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl360.errors import InfrastructureError, WorkerDied
+from rl360.errors import InfrastructureError, RL360Error, WorkerDied
 from rl360.rollout.queue import QueueRollout, RolloutEvents
 from rl360.rollout.specs import group_spec
-from rl360.types import Purpose, Sampling, Score, Segment, Session, Stop, Task, Timings, TrialResult, VersionSpan
+from rl360.types import (
+    Purpose,
+    Sampling,
+    Score,
+    Segment,
+    Session,
+    Stop,
+    Task,
+    Timings,
+    TrialResult,
+    Turn,
+    VersionSpan,
+)
 
 TASK = Task("task-a", Path("task-a"), ("coding",), "hash")
 
@@ -23,6 +35,7 @@ def make_group(size=2, slot=0, purpose=Purpose.TRAIN):
 class MemoryGateway:
     def __init__(self):
         self.open_sessions, self.discarded, self.closed = set(), [], False
+        self.answers = True
 
     async def start(self): ...
 
@@ -37,7 +50,8 @@ class MemoryGateway:
         ids = np.array([1, 2, 3], np.int32)
         mask = np.array([False, True, True])
         segment = Segment(ids, mask, np.array([0, -0.5, -0.25], np.float32), (VersionSpan(0, 1, 3),))
-        return Session((segment,), (), None, None, 0.5)
+        turn = Turn((), {"role": "assistant", "content": "x"}, "stop", 1, 2, 0.5, 0)
+        return Session((segment,), (turn,) if self.answers else (), None, None, 0.5)
 
     async def discard(self, try_id):
         self.open_sessions.discard(try_id)
@@ -92,14 +106,18 @@ class MemoryReward:
 class Recorder:
     def __init__(self):
         self.started, self.requeued, self.finished = [], [], []
+        self.moved = 0
 
     def events(self):
         return RolloutEvents(
             started=lambda spec: self.started.append(spec.try_id),
             requeued=lambda spec, cause: self.requeued.append((spec.try_id, cause)),
             finished=self.finished.append,
-            progress=lambda: None,
+            progress=self.progress,
         )
+
+    def progress(self):
+        self.moved += 1
 
 
 @pytest.fixture
@@ -175,16 +193,84 @@ def test_a_trial_that_never_answers_is_cut(make_queue):
     async def hang():
         await asyncio.sleep(60)
 
-    queue, _, gateway, _ = make_queue(lambda spec: hang(), client_timeout_s=0.05, max_tries=1)
-    queue.submit(make_group(1))
-    (attempt,) = queue.next(0, 5.0).attempts
+    queue, workers, gateway, _ = make_queue(lambda spec: hang(), client_timeout_s=0.05, max_tries=1)
+    queue.submit(make_group(3))
+    attempts = queue.next(0, 5.0).attempts
     assert gateway.open_sessions == set()
-    assert attempt.cause == "trial_timeout"
-    assert attempt.reward is None
+    assert {a.cause for a in attempts} == {"trial_timeout"}
+    assert {a.reward for a in attempts} == {None}
+    assert workers.restarts == 1  # a worker that outlasts its own limits hangs: it is replaced, once for all its trials
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [(InfrastructureError("proxy_session_lost", "gone"), "proxy_session_lost"), (RL360Error("a bug"), "worker_error")],
+)
+def test_what_a_worker_or_the_gateway_raises_costs_one_try(make_queue, error, cause):
+    async def behave(spec):
+        if spec.try_number == 0:
+            raise error
+        return {"reward": 1.0}, None
+
+    queue, _, gateway, recorder = make_queue(behave)
+    queue.submit(make_group(2))
+    assert [a.reward for a in queue.next(0, 5.0).attempts] == [1.0, 1.0]
+    assert [c for _, c in recorder.requeued] == [cause, cause]
+    assert gateway.open_sessions == set()
+
+
+def test_a_worker_that_cannot_be_started_again_ends_the_run(make_queue):
+    queue, workers, _, _ = make_queue(lambda spec: WorkerDied("worker_died", "killed"))
+
+    def restart(rank):
+        raise InfrastructureError("worker_start", "no memory")
+
+    workers.restart = restart
+    queue.submit(make_group(1))
+    with pytest.raises(InfrastructureError, match="worker_start"):
+        queue.next(0, 5.0)
+
+
+def test_requeues_count_as_progress(make_queue):
+    """Tries that fail one after the other are not a stall, however long the group takes."""
+    queue, _, _, recorder = make_queue(lambda spec: (None, "SandboxBuildFailedError"))
+    queue.submit(make_group(1))
+    queue.next(0, 5.0)
+    assert recorder.moved == 3  # two requeues, one end
+
+
+class BadReward:
+    """Not required, and fails the way its name says."""
+
+    required = False
+
+    def __init__(self, name, scope="attempt"):
+        self.name, self.scope = name, scope
+
+    async def score(self, task, attempts, deadline_s):
+        if self.name == "none":
+            return []
+        if self.name == "nan":
+            return [Score(raw=None, shaped=float("nan")) for _ in attempts]
+        raise KeyError("verifier")
+
+
+@pytest.mark.parametrize("scope", ["attempt", "group"])
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("none", "reward_none_count"), ("nan", "reward_nan_not_finite"), ("raises", "reward_raises_KeyError")],
+)
+def test_a_reward_that_fails_masks_with_its_cause(make_queue, scope, name, cause):
+    rewards = {"verifier": MemoryReward(), name: BadReward(name, scope)}
+    queue, _, _, _ = make_queue(lambda spec: ({"reward": 1.0}, None), rewards=rewards)
+    queue.submit(make_group(2))
+    attempts = queue.next(0, 5.0).attempts
+    assert [(a.valid, a.reward, a.cause) for a in attempts] == [(False, None, cause)] * 2
 
 
 def test_authentication_ends_the_run(make_queue):
-    queue, _, _, _ = make_queue(lambda spec: (None, "AuthenticationError"))
+    queue, _, gateway, _ = make_queue(lambda spec: (None, "AuthenticationError"))
+    gateway.answers = False
     queue.submit(make_group(1))
     with pytest.raises(InfrastructureError, match="authentication"):
         queue.next(0, 5.0)

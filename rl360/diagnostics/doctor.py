@@ -23,6 +23,7 @@ from rl360.errors import ConfigError
 PYTHON_OLDEST, PYTHON_TOO_NEW = (3, 12), (3, 14)
 MEMORY_COMFORTABLE_GIB = 4  # the quickstart's own bound
 DISK_COMFORTABLE_GIB = 10  # a model, a few checkpoints with Adam moments, the sandbox cache
+QUICKSTART_MODEL = "smollm2_135m"
 _LOCAL_EXTRA = "local"
 
 
@@ -38,7 +39,7 @@ class Finding:
 
 def examine_machine(show: Callable[[str], None]) -> int:
     """Print every finding, then what is wrong. Returns 1 when a needed thing is missing."""
-    findings = [*_python(), *_installation(), *_packages(), *_hardware(), *_sandbox(), *_room()]
+    findings = [*_python(), *_installation(), *_packages(), *_model(), *_hardware(), *_sandbox(), *_room()]
     width = max(len(f.label) for f in findings)
     for finding in findings:
         mark = " " if finding.advice is None else ("x" if finding.needed else "!")
@@ -100,6 +101,16 @@ def _packages() -> list[Finding]:
 def _extra_of(requirement: str) -> str | None:
     found = re.search(r"""extra\s*==\s*['"]([^'"]+)['"]""", requirement)
     return found[1] if found else None
+
+
+def _model() -> list[Finding]:
+    """The quickstart's model. Any other is the experiment's own affair: `rl360 check` looks at that one."""
+    from rl360.models.fetch import folder_problems
+
+    folder = Path(models_folder()) / QUICKSTART_MODEL
+    problems = folder_problems(folder)
+    advice = f"{problems[0]}; for the quickstart: rl360 model fetch {QUICKSTART_MODEL}" if problems else None
+    return [Finding("model", "none yet" if problems else str(folder), advice)]
 
 
 def _hardware() -> list[Finding]:

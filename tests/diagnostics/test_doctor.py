@@ -57,6 +57,15 @@ def test_python_versions(monkeypatch, version, fine):
     assert (finding.advice is None) is fine
 
 
+def test_no_model_yet_is_a_note_that_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("RL360_MODELS", str(tmp_path))
+    finding = doctor._model()[0]
+    assert finding.text == "none yet"
+    assert finding.advice is not None
+    assert finding.advice.endswith("rl360 model fetch smollm2_135m")
+    assert not finding.needed
+
+
 def test_little_memory_is_a_note(monkeypatch):
     monkeypatch.setattr(doctor, "memory", lambda: Memory(total=2**31, available=2**30))
     assert "note: memory: the quickstart may take 4 GiB" in examine()[1]

@@ -5,8 +5,9 @@ In: a task folder and a trial's config. Out: a Harbor `Trial`. Left to others: r
 `Trial.create` reads, validates and hashes the whole task folder three times over for each trial, about 25 ms of Python
 on the event loop. A group runs the same task many times, so `TaskCache` keeps the loaded task with its hashes for as
 long as the stamp of the folder (names, sizes, modes, modification times) is the same; a changed task is loaded anew.
-Everything else is Harbor's own: the trial class differs in where its lock's hashes come from. Tasks with several steps
-go through `Trial.create`.
+Everything else is Harbor's own: the trial class differs in where its lock's hashes come from, and, for environments
+that cannot change over to a new sandbox themselves, in what the task says of its verifier (verification.py). Tasks with
+several steps go through `Trial.create`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from harbor.tasks.client import TaskDownloadResult
 from harbor.trial.single_step import SingleStepTrial
 from harbor.trial.trial import Trial
 from harbor.utils.file_selection import FileSelection
+
+from rl360.rollout import verification
 
 _LOCK_FILE_INDENT = 4  # as Harbor writes it
 
@@ -115,9 +118,10 @@ class _Trial(SingleStepTrial):
 
 
 class TaskCache:
-    """Loaded tasks of one worker, by folder."""
+    """Loaded tasks of one worker, by folder. `swaps`: the environment changes over before verification by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, swaps: bool = True) -> None:
+        self._swaps = swaps
         self._loaded: dict[Path, _Loaded] = {}
 
     async def create(self, config: TrialConfig) -> Trial:
@@ -130,8 +134,12 @@ class TaskCache:
         if loaded is None or loaded.stamp != stamp:
             if not path.is_dir():
                 raise FileNotFoundError(f"task folder {path} does not exist")
-            loaded = _Loaded(stamp, _Task(path), TaskDownloadResult(path=path, download_time_sec=0.0, cached=True))
+            task = _Task(path)
+            if not self._swaps:
+                task.config = verification.separated(task.config, path)
+            loaded = _Loaded(stamp, task, TaskDownloadResult(path=path, download_time_sec=0.0, cached=True))
             self._loaded[path] = loaded
+        verification.check(loaded.task.config)
         if loaded.task.has_steps:
             return await Trial.create(config)
         return _Trial(config, loaded)

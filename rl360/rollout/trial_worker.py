@@ -4,7 +4,7 @@ In: an `AttemptSpec` and the base URL of its session. Out: a `TrialResult`, also
 others: sessions and tokens (gateway), what an exception means for training (rollout), retries (rollout).
 
 Harbor is imported in `start`, after the variables that keep it from telemetry and from fetching price lists are set.
-Before the verifier runs, every process that the agent left is killed and the reward folder is made new.
+The verifier runs in a sandbox of its own (verification.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from harbor.models.trial.config import TrialConfig
     from harbor.models.trial.result import TimingInfo
     from harbor.models.trial.result import TrialResult as HarborResult
-    from harbor.trial.hooks import TrialHookEvent
     from harbor.trial.trial import Trial
 
 _HARBOR_ENV = {"HARBOR_TELEMETRY": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
@@ -34,6 +33,8 @@ _SANDBOX_FIELDS = (
     "network", "memory_mib", "cpus", "pids", "disk_mib", "lifetime_s", "start_timeout_s", "base", "unprivileged",
 )  # fmt: skip
 _MAX_MESSAGE_CHARS = 4000
+_MAX_REWARD = 1e6  # of either sign; more is no score but a broken or a fooled test, and would swamp a group's mean
+_MAX_REWARD_KEYS = 100
 
 
 class TrialWorker:
@@ -80,11 +81,11 @@ class TrialWorker:
     def _prepare(self) -> None:
         from rl360.rollout.harbor_trial import TaskCache
 
-        self._tasks = TaskCache()
+        self._tasks = TaskCache(swaps=self._is_local)
         _quieten_harbor()
         self._trials_dir.mkdir(parents=True, exist_ok=True)
         if self._is_local:
-            from rl360.sandboxes.local.environment import open_host
+            from rl360.sandboxes.local.host import open_host
 
             base, unprivileged = self._sandbox.get("base", "auto"), bool(self._sandbox.get("unprivileged", False))
             open_host(self._cache_dir, base, unprivileged, self._run_id)
@@ -92,7 +93,7 @@ class TrialWorker:
     async def close(self) -> None:
         """End every sandbox of this process."""
         if self._is_local:
-            from rl360.sandboxes.local.environment import close_hosts
+            from rl360.sandboxes.local.host import close_hosts
 
             await asyncio.to_thread(close_hosts)
 
@@ -119,7 +120,9 @@ class TrialWorker:
         try:
             async with asyncio.timeout(self._trial_timeout_s):
                 trial = await self._tasks.create(self._config(spec, base_url, name))
-                _add_hooks(trial)
+                from rl360.rollout.verification import isolate
+
+                isolate(trial)
                 await trial.run()
         except TimeoutError:
             failure = ("TrialTimeoutError", f"the trial took more than {self._trial_timeout_s} s")
@@ -166,22 +169,6 @@ def _trial_name(spec: AttemptSpec) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in spec.try_id)
 
 
-def _add_hooks(trial: Trial) -> None:
-    from harbor.models.task.verifier_mode import VerifierEnvironmentMode, resolve_task_verifier_mode
-    from harbor.trial.hooks import TrialEvent
-
-    settle = getattr(trial.agent_environment, "settle_for_verifier", None)
-    if settle is None or trial.task.has_steps:
-        return
-    if resolve_task_verifier_mode(trial.task.config) != VerifierEnvironmentMode.SHARED:
-        return
-
-    async def before_verification(_: TrialHookEvent) -> None:
-        await settle(trial.task.config.verifier.user)
-
-    trial.add_hook(TrialEvent.VERIFICATION_START, before_verification)
-
-
 def _map(
     spec: AttemptSpec,
     trial: Trial | None,
@@ -201,6 +188,9 @@ def _map(
             metadata.update(harbor.agent_result.metadata or {})
         if harbor.verifier_result is not None and harbor.verifier_result.rewards:
             rewards = {key: float(value) for key, value in harbor.verifier_result.rewards.items()}
+            if len(rewards) > _MAX_REWARD_KEYS or any(not abs(value) <= _MAX_REWARD for value in rewards.values()):
+                failure = ("VerifierOutputParseError", f"{len(rewards)} rewards, or one beyond {_MAX_REWARD:g}")
+                rewards = None
         timings = Timings(
             queue_s=queue_s,
             sandbox_s=_seconds(harbor.environment_setup),
@@ -208,9 +198,11 @@ def _map(
             verify_s=_seconds(harbor.verifier),
             total_s=queue_s + total_s,
         )
-    exhausted = getattr(getattr(trial, "agent_environment", None), "exhausted", "")
-    if exhausted:
+    environment = getattr(trial, "agent_environment", None)
+    if exhausted := getattr(environment, "exhausted", ""):
         metadata["exhausted"] = exhausted
+    if (carried := getattr(environment, "carried", None)) is not None and carried.num_refused:
+        metadata["artifacts_refused"] = list(carried.refused)
     return TrialResult(
         try_id=spec.try_id,
         rewards=rewards,

@@ -27,7 +27,7 @@ async def start_sandbox(sandbox_cache: Path, tmp_path: Path) -> AsyncIterator[St
     from harbor.models.task.config import EnvironmentConfig, NetworkPolicy
     from harbor.models.trial.paths import TrialPaths
 
-    from rl360.sandboxes.local import environment
+    from rl360.sandboxes.local import environment, host
 
     started = []
 
@@ -67,4 +67,4 @@ async def start_sandbox(sandbox_cache: Path, tmp_path: Path) -> AsyncIterator[St
     yield start
     for sandbox in started:
         await sandbox.stop(delete=True)
-    environment.close_hosts()
+    host.close_hosts()

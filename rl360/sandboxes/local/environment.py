@@ -1,7 +1,8 @@
 """The Harbor environment: one bubblewrap sandbox per trial.
 
-In: Harbor's constructor arguments and the fields of `SandboxConfig` as keywords. Out: Harbor's environment interface.
-Left to others: processes (namespace.py, keeper.py), files (transfer.py), images (dockerfile.py, layers.py).
+In: Harbor's constructor arguments and the fields of `SandboxConfig` as keywords. Out: Harbor's environment interface,
+and the change to a new sandbox before verification. Left to others: processes (namespace.py, keeper.py), files
+(transfer.py, artifacts.py), images (dockerfile.py, layers.py), when the change happens (trial_worker.py).
 
 Where this differs from Harbor's Docker environment: FROM names what the Dockerfile was written for, while the root file
 system is `sandbox.base`; the network is there only if the task asks for it in words and `sandbox.network` allows it
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-from dataclasses import dataclass
+import posixpath
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,77 +25,30 @@ from harbor.models.task.config import NetworkMode
 from harbor.trial.errors import EnvironmentStartTimeoutError
 
 from rl360.sandboxes import abilities
-from rl360.sandboxes.local import cgroups, layers, rootfs, transfer
+from rl360.sandboxes.local import cgroups, layers, transfer
+from rl360.sandboxes.local.artifacts import Artifact, ArtifactsTooLarge, Carried, carry, covers, problems_of
 from rl360.sandboxes.local.dockerfile import DockerfileError, Image, parse
-from rl360.sandboxes.local.namespace import Keeper, SandboxDied, SandboxProcess
+from rl360.sandboxes.local.host import Host, open_host
+from rl360.sandboxes.local.namespace import SandboxDied, SandboxProcess
 from rl360.sandboxes.local.plan import DEFAULT_PATH, Plan
 from rl360.sandboxes.local.users import UnknownUser, find_user, home_of
 
 _DISK_FULL_BYTES = 64 * 1024  # less than this free: the sandbox has filled its disk
-_LOGS, _VERIFIER_LOGS, _TESTS = "/logs", "/logs/verifier", "/tests"
+_VERIFIER_LOGS, _ARTIFACT_LOGS, _TESTS = "/logs/verifier", "/logs/artifacts", "/tests"
+_DEFAULT_WORKDIR = "/app"  # what comes along when the image names no working directory
+_MAX_REWARD_FILE_BYTES = 64 * 1024  # Harbor reads a reward file whole, into the memory of the trial worker
+_DEFAULT_ARTIFACTS_MIB = 1024  # where the disk has no limit
 
 
 class MemoryLimitExceededError(RuntimeError):
     """The sandbox ran into its memory limit and ended. The name is one of Harbor's error table."""
 
 
-@dataclass
-class Host:
-    """What the sandboxes of one process share: a base root file system, control groups, a keeper."""
-
-    base: rootfs.Base
-    hierarchy: cgroups.Hierarchy
-    mode: str
-    userns: bool
-    cache_dir: Path
-    keeper: Keeper
-    run_id: str
-
-    def fresh_keeper(self) -> Keeper:
-        """The keeper, started again if it was killed."""
-        if not self.keeper.alive:
-            self.keeper.close()
-            self.keeper = Keeper(self.cache_dir / "owners", self.run_id, self.hierarchy)
-        return self.keeper
-
-
-# Harbor makes environments from an import path and JSON keywords, so what they share in a process is found here.
-_hosts: dict[tuple[str, str, bool], Host] = {}
-_hosts_lock = threading.Lock()
-
-
-def open_host(cache_dir: Path, base: str, unprivileged: bool, run_id: str) -> Host:
-    """The shared host of this process; made, and leftovers of killed runs removed, on the first call.
-
-    Raises SandboxBuildFailedError that says what is missing and what to do.
-    """
-    key = (str(cache_dir), base, unprivileged)
-    with _hosts_lock:
-        if key not in _hosts:
-            report = abilities.probe(unprivileged=unprivileged)
-            if report.problems:
-                raise SandboxBuildFailedError("; ".join(report.problems))
-            try:
-                root = rootfs.resolve(base, cache_dir)
-            except rootfs.BaseError as error:
-                raise SandboxBuildFailedError(str(error)) from error
-            hierarchy = cgroups.find()
-            keeper = Keeper(cache_dir / "owners", run_id, hierarchy)
-            _hosts[key] = Host(root, hierarchy, report.root_mode, report.userns, cache_dir, keeper, run_id)
-        return _hosts[key]
-
-
-def close_hosts() -> None:
-    """End every sandbox of this process and remove what it owns."""
-    with _hosts_lock:
-        while _hosts:
-            _hosts.popitem()[1].keeper.close()
-
-
 class LocalSandbox(BaseEnvironment):
     """Keywords beyond Harbor's are the fields of `SandboxConfig` and `cache_dir`, `run_id`.
 
-    The smaller of a task's own limit and the configured one holds; 0 means no limit.
+    The smaller of a task's own limit and the configured one holds; 0 means no limit. `artifacts_mib`: the most that an
+    agent may change in what is verified; 0 is seven eighths of the disk limit.
     """
 
     def __init__(
@@ -110,6 +65,7 @@ class LocalSandbox(BaseEnvironment):
         start_timeout_s: float = 60.0,
         base: str = "auto",
         unprivileged: bool = False,
+        artifacts_mib: int = 0,
         **kwargs: Any,
     ):
         self._cache_dir = Path(cache_dir).expanduser()
@@ -118,10 +74,16 @@ class LocalSandbox(BaseEnvironment):
         self._memory_mib, self._cpus, self._pids, self._disk_mib = memory_mib, cpus, pids, disk_mib
         self._lifetime_s, self._start_timeout_s = lifetime_s, start_timeout_s
         self._base, self._unprivileged = base, unprivileged
+        self._artifacts_mib = artifacts_mib
         self._image = Image()
+        self._host: Host | None = None
+        self._plan: Plan | None = None
         self._sandbox: SandboxProcess | None = None
         self._tests_in_image = False
-        self.exhausted = ""  # after stop too: memory | disk | lifetime, the limit that the sandbox ran into
+        # What the policy did to its sandbox, after stop too: memory | disk | lifetime | artifacts: a limit that it ran
+        # into; sandbox: something inside ended it.
+        self.exhausted = ""
+        self.carried: Carried | None = None  # what came along into the verifier's sandbox
         super().__init__(*args, **kwargs)
         if self._host_mounts:
             raise ValueError("the local sandbox has no mounts: copy files with COPY or upload them")
@@ -156,7 +118,7 @@ class LocalSandbox(BaseEnvironment):
         """Raises SandboxBuildFailedError or EnvironmentStartTimeoutError."""
         network = self._wants_network()
         host = await asyncio.to_thread(open_host, self._cache_dir, self._base, self._unprivileged, self._run_id)
-        keeper = host.fresh_keeper()
+        self._host, keeper = host, host.fresh_keeper()
         dockerfile = self.environment_dir / "Dockerfile"
         try:
             self._image = parse(dockerfile) if dockerfile.exists() else Image()
@@ -182,26 +144,34 @@ class LocalSandbox(BaseEnvironment):
             masks=host.base.masks,
         )
         try:
-            building = _without_network(plan) if not self._network_allowed else plan
+            building = plan if self._network_allowed else replace(plan, network=False)
             trees = await layers.ensure(
                 keeper, building, host.base, self._image, self.environment_dir, host.cache_dir / "layers", force_build
             )
         except (layers.BuildError, SandboxDied) as error:
             raise SandboxBuildFailedError(str(error)) from error
-        self._sandbox = SandboxProcess(keeper, _with_trees(plan, trees))
+        self._plan = replace(plan, trees=trees)
+        self._sandbox = await self._boot(self._plan)
+        self._tests_in_image = transfer.kind(self._sandbox.root_fd, _TESTS) != "missing"
+        await self._upload_environment_dir_after_start()
+
+    async def _boot(self, plan: Plan) -> SandboxProcess:
+        """Raises SandboxBuildFailedError or EnvironmentStartTimeoutError."""
+        assert self._host is not None
+        sandbox = SandboxProcess(self._host.fresh_keeper(), plan)
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await self._sandbox.start()
+                await sandbox.start()
+            for folder in self._mount_targets(writable_only=True):
+                transfer.make_folder(sandbox.root_fd, folder, 0o777)
+            transfer.make_folder(sandbox.root_fd, plan.workdir)
         except TimeoutError as error:
+            await sandbox.stop()
             raise EnvironmentStartTimeoutError(f"sandbox did not start in {self._start_timeout_s} s") from error
         except (OSError, SandboxDied) as error:
+            await sandbox.stop()
             raise SandboxBuildFailedError(f"sandbox did not start: {error}") from error
-        root = self._sandbox.root_fd
-        for folder in self._mount_targets(writable_only=True):
-            transfer.make_folder(root, folder, 0o777)
-        transfer.make_folder(root, plan.workdir)
-        self._tests_in_image = transfer.kind(root, _TESTS) != "missing"
-        await self._upload_environment_dir_after_start()
+        return sandbox
 
     def _wants_network(self) -> bool:
         """Harbor's default is a public network; here a task has to say so."""
@@ -224,24 +194,80 @@ class LocalSandbox(BaseEnvironment):
             self.exhausted = self.exhausted or sandbox.exhausted
 
     def _note_exhausted(self, sandbox: SandboxProcess) -> None:
-        free = sandbox.free_disk_bytes()
-        if free is not None and free < _DISK_FULL_BYTES:
+        if _is_full(sandbox):
             self.exhausted = self.exhausted or "disk"
 
-    async def settle_for_verifier(self, verifier_user: str | int | None) -> None:
-        """Before verification: no process of the agent is left, and the verifier's folders are new and empty.
+    # -- verification -------------------------------------------------------------------------------------------
 
-        `/tests` goes unless the image brought it, so that planted hooks go with it. The reward folder is writable for
-        the verifier's user only, so a test script that runs the solution as another user cannot be graded by it.
+    async def start_afresh(self, declared: Sequence[Artifact], verifier_user: str | int | None) -> None:
+        """Before verification: end the agent's sandbox and go on in a new one, with the artifacts only.
+
+        The artifacts are the working directory, /logs/artifacts and what the task declares. Raises RuntimeError when
+        they are larger than the limit (then `exhausted` says so), or what a start raises.
+        """
+        old, self._sandbox = self._running(), None
+        assert self._plan is not None
+        try:
+            disk = await old.halt()
+            artifacts = self._artifacts(declared)
+            home = self._plan.env.get("HOME", "/root")
+            quiet = {"PYTHONNOUSERSITE": "1"} if covers(artifacts, home) else {}
+            self._sandbox = await self._boot(replace(self._plan, env={**self._plan.env, **quiet}))
+            await self._upload_environment_dir_after_start()
+            await self.run_healthcheck()
+            self.carried = await asyncio.to_thread(
+                carry, disk, self._sandbox.disk(), artifacts, self._most_artifact_bytes()
+            )
+            self._make_reward_folder(self._sandbox, verifier_user)
+        except ArtifactsTooLarge as error:
+            self.exhausted = "artifacts"
+            raise RuntimeError(str(error)) from error
+        except OSError as error:
+            full = self._sandbox is not None and _is_full(self._sandbox)
+            self.exhausted = "artifacts" if full else self.exhausted
+            raise RuntimeError(f"the artifacts could not be copied: {error}") from error
+        except SandboxDied as error:
+            raise RuntimeError(str(error)) from error
+        finally:
+            await old.stop()
+        if self.carried.num_refused:
+            self.logger.warning("%d artifacts refused: %s", self.carried.num_refused, "; ".join(self.carried.refused))
+
+    def _artifacts(self, declared: Sequence[Artifact]) -> list[Artifact]:
+        """Raises SandboxBuildFailedError for paths that cannot be carried."""
+        workdir = posixpath.normpath(self._absolute(""))
+        workdir = _DEFAULT_WORKDIR if workdir == "/" else workdir
+        artifacts = [Artifact(workdir, required=True), Artifact(_ARTIFACT_LOGS)]
+        artifacts += [replace(a, path=self._absolute(a.path)) for a in declared]
+        problems = problems_of([a.path for a in artifacts])
+        if problems:
+            raise SandboxBuildFailedError(
+                f"{self.environment_name}: {'; '.join(problems)}; choose other paths, or [verifier] environment_mode "
+                '= "shared", which is weaker'
+            )
+        return artifacts
+
+    def _most_artifact_bytes(self) -> int:
+        assert self._plan is not None
+        mib = self._artifacts_mib or self._plan.disk_mib * 7 // 8 or _DEFAULT_ARTIFACTS_MIB
+        return mib * 2**20
+
+    async def settle_for_verifier(self, verifier_user: str | int | None) -> None:
+        """For tasks that ask for the shared state: no process of the agent is left, the verifier's folders are new.
+
+        `/tests` goes unless the image brought it, so that planted hooks go with it. Altered programs stay.
         """
         sandbox = self._running()
         await sandbox.kill_all()
-        root = sandbox.root_fd
-        await asyncio.to_thread(transfer.remove, root, _VERIFIER_LOGS)
-        as_root = verifier_user in (None, "root", 0, "0") and self._image.user in (None, "root", "0")
-        transfer.make_folder(root, _VERIFIER_LOGS, 0o755 if as_root else 0o777)
+        await asyncio.to_thread(transfer.remove, sandbox.root_fd, _VERIFIER_LOGS)
+        self._make_reward_folder(sandbox, verifier_user)
         if not self._tests_in_image:
-            await asyncio.to_thread(transfer.remove, root, _TESTS)
+            await asyncio.to_thread(transfer.remove, sandbox.root_fd, _TESTS)
+
+    def _make_reward_folder(self, sandbox: SandboxProcess, verifier_user: str | int | None) -> None:
+        """Writable for the verifier's user only: a test that runs the answer as another user is not graded by it."""
+        as_root = verifier_user in (None, "root", 0, "0") and self._image.user in (None, "root", "0")
+        transfer.make_folder(sandbox.root_fd, _VERIFIER_LOGS, 0o755 if as_root else 0o777)
 
     def _running(self) -> SandboxProcess:
         if self._sandbox is None:
@@ -314,13 +340,14 @@ class LocalSandbox(BaseEnvironment):
             skipped = await asyncio.to_thread(
                 transfer.download_folder, root, self._absolute(source_dir), Path(target_dir)
             )
+            if str(source_dir) == _VERIFIER_LOGS:
+                skipped += _drop_large_rewards(Path(target_dir))
         if skipped:
             self.logger.warning("download of %s left out %d entries, e.g. %s", source_dir, len(skipped), skipped[0])
 
     def _absolute(self, path: str | Path) -> str:
-        text = str(path)
         workdir = self.task_env_config.workdir or self._image.workdir
-        return text if text.startswith("/") else f"{workdir.rstrip('/')}/{text}"
+        return posixpath.join(workdir, str(path))
 
     @contextlib.contextmanager
     def _as_runtime_error(self) -> Any:
@@ -332,15 +359,22 @@ class LocalSandbox(BaseEnvironment):
             raise RuntimeError(f"file transfer failed: {error}") from error
 
 
+def _is_full(sandbox: SandboxProcess) -> bool:
+    free = sandbox.free_disk_bytes()
+    return free is not None and free < _DISK_FULL_BYTES
+
+
+def _drop_large_rewards(folder: Path) -> list[str]:
+    dropped = []
+    for name in ("reward.txt", "reward.json"):
+        path = folder / name
+        if path.is_file() and path.stat().st_size > _MAX_REWARD_FILE_BYTES:
+            path.unlink()
+            dropped.append(f"{_VERIFIER_LOGS}/{name}")
+    return dropped
+
+
 def _smaller(configured: float, asked: float | None) -> Any:
     """The smaller of two limits, where 0 and None mean no limit."""
     limits = [value for value in (configured, asked) if value]
     return min(limits) if limits else type(configured)(0)
-
-
-def _with_trees(plan: Plan, trees: layers.Trees) -> Plan:
-    return Plan(**{**vars(plan), "trees": trees})
-
-
-def _without_network(plan: Plan) -> Plan:
-    return Plan(**{**vars(plan), "network": False})

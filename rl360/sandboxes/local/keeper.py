@@ -1,7 +1,7 @@
 """The keeper: a small process beside each trial worker that starts sandboxes, reaps them and cleans up after them.
 
-In: start and kill requests over a SOCK_SEQPACKET pair. Out: one bubblewrap process per sandbox, a descriptor of its
-root folder, and an event when it is gone. Left to others: the command line and the mount plan (namespace.py), what runs
+In: start, kill and remove requests over a SOCK_SEQPACKET pair. Out: one bubblewrap process per sandbox, a descriptor of
+its root folder, and an event when it is gone. Left to others: the command line and the mount plan (plan.py), what runs
 inside (environment.py), and leftovers of a keeper that was itself killed (cleanup.py).
 
 Why a process of its own: forking a few-MiB process costs a tenth of forking a worker that imported Harbor; its single
@@ -45,6 +45,7 @@ class _Sandbox:
     folder: str | None
     deadline: float | None
     exhausted: str = ""
+    keep: bool = False  # its folder stays until the worker releases it
     ended: float | None = None  # when it was reaped; None: running
     event: dict[str, Any] = field(default_factory=dict)
 
@@ -68,7 +69,7 @@ def main(control_fd: int, owner_dir: str) -> None:
             if fd == wake_r:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_r, 4096)
-            elif not _serve(control, sandboxes):
+            elif not _serve(control, sandboxes, owner_dir):
                 _close(sandboxes, owner_dir)
                 return
         _tend(control, sandboxes)
@@ -81,7 +82,7 @@ def _timeout_ms(sandboxes: dict[str, _Sandbox]) -> float | None:
     return max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1 if deadlines else None
 
 
-def _serve(control: socket.socket, sandboxes: dict[str, _Sandbox]) -> bool:
+def _serve(control: socket.socket, sandboxes: dict[str, _Sandbox], owner_dir: str) -> bool:
     try:
         data, fds = syscalls.receive(control, MAX_MESSAGE + 1, 4)
     except ConnectionError:
@@ -95,8 +96,12 @@ def _serve(control: socket.socket, sandboxes: dict[str, _Sandbox]) -> bool:
         finally:
             for fd in fds:
                 os.close(fd)
-    elif message["op"] == "kill" and (sandbox := sandboxes.get(message["id"])) and sandbox.ended is None:
-        _kill(sandbox)
+    elif message["op"] == "kill" and (sandbox := sandboxes.get(message["id"])):
+        sandbox.keep = message.get("keep", False)
+        if sandbox.ended is None:
+            _kill(sandbox)
+    elif message["op"] == "remove":  # the folder of a sandbox that ended and was kept
+        shutil.rmtree(os.path.join(owner_dir, os.path.basename(message["folder"])), ignore_errors=True)
     return True
 
 
@@ -214,11 +219,23 @@ def _copy_tree(name: str, lowers: list[str], target: str, upper: str | None) -> 
 
 
 def _kill(sandbox: _Sandbox) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(sandbox.pid, signal.SIGKILL)
-    for pid in cgroups.processes(sandbox.cgroups):  # what was forked before the parent-death signal was set
+    """Kill everything inside. Without control groups that is the first process inside, which takes the others along.
+
+    Bubblewrap's own process then ends by itself, after all of them: were it killed first, its end would be seen while
+    some inside still run.
+    """
+    pids = cgroups.processes(sandbox.cgroups) or _children(sandbox.pid) or {sandbox.pid}
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _children(pid: int) -> set[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return {int(child) for child in file.read().split()}
+    except OSError:
+        return set()
 
 
 def _tend(control: socket.socket | None, sandboxes: dict[str, _Sandbox]) -> None:
@@ -251,11 +268,11 @@ def _tend(control: socket.socket | None, sandboxes: dict[str, _Sandbox]) -> None
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             continue
-        if sandbox.folder is not None:
+        if sandbox.folder is not None and not sandbox.keep:
             shutil.rmtree(sandbox.folder, ignore_errors=True)
         del sandboxes[name]
         if control is not None:
-            event = {"id": name, "exhausted": sandbox.exhausted, **sandbox.event}
+            event = {"id": name, "exhausted": sandbox.exhausted, "left": bool(left), **sandbox.event}
             with contextlib.suppress(OSError):
                 control.send(json.dumps(event).encode())
 

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from rl360.sandboxes.local import transfer
 from rl360.sandboxes.local.dockerfile import Image, Step
-from rl360.sandboxes.local.namespace import Keeper, SandboxProcess
+from rl360.sandboxes.local.keeper_client import Keeper
+from rl360.sandboxes.local.namespace import SandboxProcess
 from rl360.sandboxes.local.plan import Plan, User
 from rl360.sandboxes.local.rootfs import Base
 from rl360.sandboxes.local.users import UnknownUser, find_user

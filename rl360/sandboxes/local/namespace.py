@@ -17,19 +17,19 @@ import json
 import os
 import shlex
 import socket
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rl360.sandboxes.local import cgroups, cleanup, syscalls
+from rl360.sandboxes.local import syscalls
+from rl360.sandboxes.local.artifacts import Disk
 from rl360.sandboxes.local.keeper import CONTROL_DIR, MAX_MESSAGE
+from rl360.sandboxes.local.keeper_client import Keeper
 from rl360.sandboxes.local.plan import Plan, User, spec_of
 
 MAX_OUTPUT = 16 * 2**20  # bytes kept of each stream of one command
 _MAX_ARGUMENT = 100_000  # bytes; the kernel's limit of one argument is 128 KiB
 _FIRST_ANSWER_S = 30.0
+_ANSWER_BYTES, _SPARE_BYTES = 64, 4096  # a command is answered in two lines of at most 32 bytes
 
 
 class SandboxDied(RuntimeError):
@@ -47,87 +47,6 @@ class Completed:
     stderr: str
 
 
-class Keeper:
-    """The worker's end of its keeper process. One per worker and state folder; `close` removes all it owns."""
-
-    def __init__(self, state_dir: Path, run_id: str, hierarchy: cgroups.Hierarchy):
-        state_dir.mkdir(parents=True, exist_ok=True)
-        self.swept = cleanup.sweep(state_dir)
-        self.owner = cleanup.register(state_dir, run_id, sorted(set(hierarchy.parents.values())))
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        package_root = str(Path(__file__).resolve().parents[3])
-        code = (
-            f"import sys; sys.path.insert(0, {package_root!r}); from rl360.sandboxes.local.keeper import main; "
-            f"main({theirs.fileno()}, {str(self.owner.folder)!r})"
-        )
-        with theirs, open(self.owner.folder / "keeper.log", "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
-        self._control.setblocking(False)
-        self._gone: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._count = 0
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def next_name(self) -> str:
-        self._count += 1
-        return f"{self.owner.name}.{self._count}"
-
-    def request(self, message: dict[str, Any], fds: list[int]) -> None:
-        data = json.dumps(message).encode()
-        if len(data) > MAX_MESSAGE:
-            raise ValueError(f"the sandbox's environment and mounts take {len(data)} bytes; at most {MAX_MESSAGE}")
-        socket.send_fds(self._control, [data], fds)
-
-    def watch(self, name: str) -> asyncio.Future[dict[str, Any]]:
-        """A future that is set when the keeper has removed the sandbox."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            if self._loop is not None and not self._loop.is_closed():
-                self._loop.remove_reader(self._control)
-            self._loop = loop
-            loop.add_reader(self._control, self._read_events)
-        return self._gone.setdefault(name, loop.create_future())
-
-    def _read_events(self) -> None:
-        while True:
-            try:
-                data = self._control.recv(MAX_MESSAGE)
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                data = b""
-            if not data:
-                if self._loop is not None:
-                    self._loop.remove_reader(self._control)
-                for future in self._gone.values():
-                    if not future.done():
-                        future.set_result({"status": None, "exhausted": "", "oom_kills": 0})
-                self._gone.clear()
-                return
-            event = json.loads(data)
-            if event["id"] in self._gone:
-                future = self._gone.pop(event["id"])
-                if not future.done():
-                    future.set_result(event)
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """End every sandbox, remove the owner folder and wait for the keeper."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._control)
-        self._control.close()
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 class SandboxProcess:
     """A started sandbox. Use `start`, then `run`, then `stop`, all from one event loop."""
 
@@ -135,18 +54,21 @@ class SandboxProcess:
         self._keeper = keeper
         self.plan = plan
         self.name = keeper.next_name()
-        self.exhausted = ""  # the limit that it ran into: memory | disk | lifetime; "" when none is known
+        self.exhausted = ""  # what it ran into: memory | disk | lifetime; sandbox: it ended itself; "": nothing known
         self.root_fd = -1
+        self._tree_fds: dict[str, int] = {}  # of the other trees, once it was halted
         self._control_fd = -1
         self._stdin = self._stdout = self._stderr = -1
         self._buffer = b""
         self._count = 0
+        self._answered = 0  # bytes that came back
         self._waiting: dict[str, asyncio.Future[int]] = {}
         self._groups: dict[str, str] = {}  # command -> process group, as soon as it is known
         self._killed: set[str] = set()  # commands to kill as soon as their group is known
         self._ready: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[dict[str, Any]] | None = None
-        self._stopped = False
+        self._lost_by_itself = False
+        self._halted = self._stopped = False
 
     @property
     def running(self) -> bool:
@@ -202,6 +124,10 @@ class SandboxProcess:
         if not data:
             self._lost()
             return
+        self._answered += len(data)
+        if self._answered > _SPARE_BYTES + _ANSWER_BYTES * self._count:
+            self._lost("something inside writes to the control channel")
+            return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             self._handle(line.decode("ascii", "replace").split(" "))
@@ -223,14 +149,17 @@ class SandboxProcess:
                 if future is not None and not future.done():
                     future.set_result(int(code) if code.isdigit() else 255)
 
-    def _lost(self) -> None:
-        """Its control pipe closed: bash or bubblewrap ended."""
+    def _lost(self, text: str = "") -> None:
+        """Its control pipe closed, because bash or bubblewrap ended, or can no longer be trusted to answer."""
         asyncio.get_running_loop().remove_reader(self._stdout)
         os.close(self._stdout)
         self._stdout = -1
-        text = ""
-        with contextlib.suppress(OSError):
-            text = os.read(self._stderr, 4000).decode(errors="replace").strip()
+        if text:
+            self.exhausted = self.exhausted or "sandbox"
+        else:
+            self._lost_by_itself = self._ready is not None and self._ready.done()
+            with contextlib.suppress(OSError):
+                text = os.read(self._stderr, 4000).decode(errors="replace").strip()
         error = SandboxDied(f"the sandbox ended{': ' + text if text else ''}", self.exhausted)
         for future in [self._ready, *self._waiting.values()]:
             if future is not None and not future.done():
@@ -345,30 +274,73 @@ class SandboxProcess:
             return stat.f_bavail * stat.f_bsize
         return None
 
-    async def stop(self, timeout_s: float = 15.0) -> None:
+    async def halt(self) -> Disk:
+        """End every process inside, from outside, and keep the disk for reading until `stop`.
+
+        Works on a sandbox that ended by itself too. Raises SandboxDied when some process cannot be ended.
+        """
+        if self.root_fd < 0:
+            raise SandboxDied("the sandbox is not running", self.exhausted)
+        disk = self.disk()  # before: no mount is reachable by name once the namespace is gone
+        event = await self._end(keep=True)
+        if event is None or event["left"]:
+            raise SandboxDied("the sandbox has processes that cannot be killed", self.exhausted)
+        return disk
+
+    def disk(self) -> Disk:
+        """Its file system, by descriptors that live until `stop`."""
+        for name, _ in self.plan.trees:
+            if name and name not in self._tree_fds:
+                self._tree_fds[name] = syscalls.open_in_root(self.root_fd, name, os.O_PATH | os.O_DIRECTORY)
+        return Disk({"": self.root_fd, **self._tree_fds})
+
+    async def stop(self) -> None:
         """End it and wait until its processes and control groups are gone. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
-        loop = asyncio.get_running_loop()
-        if self._stdout >= 0:
-            loop.remove_reader(self._stdout)
-        with contextlib.suppress(OSError, ValueError):
-            self._keeper.request({"op": "kill", "id": self.name}, [])
-        for fd in (self._stdin, self._stdout, self._stderr, self._control_fd, self.root_fd):
+        for fd in (self.root_fd, *self._tree_fds.values()):
             if fd >= 0:
                 os.close(fd)
-        self._stdin = self._stdout = self._stderr = self._control_fd = self.root_fd = -1
-        started = self._ready is not None
-        if self._ended is not None and started:
+        self.root_fd = -1
+        self._tree_fds.clear()
+        if self._halted:
+            self._request({"op": "remove", "folder": self.name.rpartition(".")[2]})
+        await self._end(keep=False)
+
+    def _request(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the keeper is gone, and what it owned with it
+            self._keeper.request(message, [])
+
+    async def _end(self, keep: bool, timeout_s: float = 15.0) -> dict[str, Any] | None:
+        """Kill it and wait for the keeper's word. None: it did not come in time."""
+        event = None
+        if not self._halted:
+            self._halted = keep
+            loop = asyncio.get_running_loop()
+            if self._stdout >= 0:
+                loop.remove_reader(self._stdout)
+            self._request({"op": "kill", "id": self.name, "keep": keep})
+            for fd in (self._stdin, self._stdout, self._stderr, self._control_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self._stdin = self._stdout = self._stderr = self._control_fd = -1
+        if self._ended is not None and self._ready is not None:
             with contextlib.suppress(TimeoutError):
                 event = await asyncio.wait_for(asyncio.shield(self._ended), timeout_s)
-                self.exhausted = event["exhausted"] or ("memory" if event["oom_kills"] else self.exhausted)
+                self._note(event)
         error = SandboxDied("the sandbox was stopped", self.exhausted)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
         self._waiting.clear()
+        return event
+
+    def _note(self, event: dict[str, Any]) -> None:
+        """Why it ended. An exit code, and not a signal from outside, after `ready` is the doing of something inside."""
+        limit = event["exhausted"] or ("memory" if event["oom_kills"] else "")
+        by_itself = self._lost_by_itself and event["status"] is not None and event["status"] >= 0
+        self.exhausted = limit or self.exhausted or ("sandbox" if by_itself else "")
 
 
 async def _readable(loop: asyncio.AbstractEventLoop, fd: int) -> None:

@@ -25,7 +25,10 @@ MNT_DETACH = 0x2
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SYS_OPENAT2 = 437  # the same number on every architecture (added after the tables were unified)
+_RESOLVE_NO_XDEV = 0x01
 _RESOLVE_NO_MAGICLINKS = 0x02
+_RESOLVE_NO_SYMLINKS = 0x04
+_RESOLVE_BENEATH = 0x08
 _RESOLVE_IN_ROOT = 0x10
 _EAGAIN_TRIES = 8  # openat2 answers EAGAIN when a rename races with a ".." lookup; the man page says to try again
 
@@ -87,9 +90,23 @@ def open_in_root(root_fd: int, path: str, flags: int, mode: int = 0) -> int:
     The kernel does the whole lookup (openat2 with RESOLVE_IN_ROOT, Linux 5.6), so a link that is swapped during the
     lookup cannot leave either. Raises OSError.
     """
-    how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
+    return _openat2(root_fd, path, flags, mode, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
+
+
+def open_beneath(folder_fd: int, path: str, flags: int, follow: bool = False) -> int:
+    """Open a relative `path` that stays below `folder_fd` at every step and enters no other mount.
+
+    Without `follow` no component may be a link, but the last one is opened itself with O_PATH | O_NOFOLLOW. With it,
+    links are followed for as long as they stay below. Raises OSError: EXDEV when it would leave, ELOOP for a link.
+    """
+    resolve = _RESOLVE_BENEATH | _RESOLVE_NO_MAGICLINKS | _RESOLVE_NO_XDEV
+    return _openat2(folder_fd, path or ".", flags, 0, resolve if follow else resolve | _RESOLVE_NO_SYMLINKS)
+
+
+def _openat2(folder_fd: int, path: str, flags: int, mode: int, resolve: int) -> int:
+    how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode, resolve)
     for attempt in range(_EAGAIN_TRIES):
-        fd = _libc.syscall(_SYS_OPENAT2, root_fd, os.fsencode(path), how, len(how))
+        fd = _libc.syscall(_SYS_OPENAT2, folder_fd, os.fsencode(path), how, len(how))
         if fd >= 0:
             return int(fd)
         number = ctypes.get_errno()

@@ -150,12 +150,42 @@ def _write_host(source_fd: int, target: Path) -> int:
         os.unlink(target)
     mode = stat.S_IMODE(os.fstat(source_fd).st_mode) & 0o777
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode | 0o600)
-    size = 0
-    with open(fd, "wb", closefd=True) as writer:
-        while size < MAX_DOWNLOAD_BYTES and (chunk := os.read(source_fd, _CHUNK)):
-            writer.write(chunk)
-            size += len(chunk)
-    return size
+    try:
+        return copy_data(source_fd, fd, MAX_DOWNLOAD_BYTES)
+    finally:
+        os.close(fd)
+
+
+def copy_data(source_fd: int, target_fd: int, limit: int) -> int:
+    """Copy a file into a new one, holes as holes. Returns the bytes that were not holes; at most `limit` are copied.
+
+    A sandbox of 512 MiB can make a file of 512 GiB that is one hole: it must stay one.
+    """
+    end, at, copied = os.fstat(source_fd).st_size, 0, 0
+    while at < end and copied < limit:
+        try:
+            at = os.lseek(source_fd, at, os.SEEK_DATA)
+            stop = os.lseek(source_fd, at, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                break  # the rest is a hole
+            stop = end  # holes are not told apart here
+        while at < stop and copied < limit:
+            chunk = os.pread(source_fd, min(_CHUNK, stop - at, limit - copied), at)
+            if not chunk:
+                return copied
+            _write_all(target_fd, chunk, at)
+            at += len(chunk)
+            copied += len(chunk)
+    if copied < limit:
+        os.ftruncate(target_fd, end)
+    return copied
+
+
+def _write_all(fd: int, data: bytes, at: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, at)
+        data, at = data[written:], at + written
 
 
 def download_folder(root_fd: int, source: str, target: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""`rl360 run | check | sweep | tasks | model | doctor`: reads the command line, shows problems, hands over.
+"""`rl360 run | check | sweep | tasks | model | view | doctor`: reads the command line, shows problems, hands over.
 
 In: arguments. Out: an exit code (0 fine, 1 a problem, 2 an unknown command, 130 interrupted). What a user wrote wrongly
 is printed, all of it, without a traceback. torch and Harbor are imported by a run, not here.
@@ -34,6 +34,7 @@ rl360: reinforcement learning of language models; a resolved YAML is the experim
   rl360 sweep NAME [key=value]   run a study of sweeps/, such as: rl360 sweep learning_rate
   rl360 tasks list|new|...       pools of tasks: validate, calibrate, select; see rl360 tasks --help
   rl360 model fetch NAME         get a model, such as: rl360 model fetch smollm2_135m
+  rl360 view RUN                 look at a run in a browser: iterations, attempts, tokens
   rl360 doctor                   what this machine can do, and what is wrong
   rl360 --version
 
@@ -166,12 +167,20 @@ def doctor(arguments: Sequence[str]) -> int:
     return examine_machine(print)
 
 
+def view(arguments: Sequence[str]) -> int:
+    """`rl360 view RUN`: web pages of a run folder, on this machine."""
+    from rl360.viewer.cli import view as serve_pages
+
+    return serve_pages(arguments)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run,
     "check": check,
     "sweep": sweep,
     "tasks": tasks,
     "model": model,
+    "view": view,
     "doctor": doctor,
 }
 

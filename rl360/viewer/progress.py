@@ -74,7 +74,7 @@ class Progress:
 
     def state(self) -> str:
         """`running`, the summary's exit reason, or `stopped` when a run ended without writing one."""
-        if self._holder() is not None:
+        if self._is_held():
             return "running"
         return str(self.summary().get("exit_reason", "stopped"))
 
@@ -109,18 +109,18 @@ class Progress:
             if time.monotonic() > deadline:
                 break
 
-    def _holder(self) -> int | None:
-        """The process that holds the run's lock, asked of the kernel without touching the lock."""
+    def _is_held(self) -> bool:
+        """Whether a process of this machine holds the run's lock; asked of the kernel without touching the lock."""
         path = self._run_dir / ".lock"
         try:
-            inode = path.stat().st_ino
+            inode, holder = str(path.stat().st_ino), path.read_text().strip()
             locks = LOCKS.read_text()
         except OSError:
-            return None
-        for words in (line.split() for line in locks.splitlines()):
-            if len(words) > 5 and words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(inode):
-                return int(words[4])
-        return None
+            return False
+        # "7: FLOCK  ADVISORY  WRITE 4242 08:01:131 0 EOF". Only the last part of the file's name is compared: the device
+        # that some file systems report there is not the one that stat has.
+        held = [words for words in map(str.split, locks.splitlines()) if len(words) > 5 and words[1] == "FLOCK"]
+        return any(words[4] == holder and words[5].rpartition(":")[2] == inode for words in held)
 
 
 def _open_tries(path: Path, size: int) -> list[Started]:

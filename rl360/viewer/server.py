@@ -141,7 +141,9 @@ class Viewer:
         above = url("iteration", iteration, query=query)
 
         def to(line: Line | None) -> tuple[str, str] | None:
-            return line and (attempt_url(line.iteration, line.try_id, query), line.try_id)
+            if line is None:
+                return None
+            return attempt_url(line.iteration, line.try_id, query), line.try_id
 
         links = {
             "prev": to(before),

@@ -10,6 +10,7 @@ import io
 import resource
 import sys
 import traceback
+from typing import Any
 
 MEMORY_LIMIT_BYTES = 512 * 1024 * 1024
 MAX_VALUE_CHARS = 120
@@ -20,11 +21,11 @@ class Complaint(Exception):
     """What is wrong, in words for the model."""
 
 
-def shorten(text):
+def shorten(text: str) -> str:
     return text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "..."
 
 
-def describe(error, source):
+def describe(error: BaseException, source: str) -> str:
     """An exception in one line, with the line of the solution that it came from."""
     text = shorten(f"{type(error).__name__}: {error}")
     if isinstance(error, SyntaxError) and error.filename == NAME:
@@ -32,38 +33,38 @@ def describe(error, source):
         text = f"{type(error).__name__}: {error.msg}"
     else:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == NAME]
-        number = frames[-1].lineno if frames else 0
+        number = (frames[-1].lineno or 0) if frames else 0
     lines = source.splitlines()
     if 0 < number <= len(lines):
         text += f" (line {number}: {shorten(lines[number - 1].strip())})"
     return text
 
 
-def check_example(statement, namespace, source):
+def check_example(statement: ast.stmt, namespace: dict[str, Any], source: str) -> None:
     """One statement of the examples. An `assert a == b` says what a was."""
     text = ast.unparse(statement)
     test = statement.test if isinstance(statement, ast.Assert) else None
-    equal = isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq)
+    equality = test if isinstance(test, ast.Compare) and [type(op) for op in test.ops] == [ast.Eq] else None
     try:
-        if not equal:
+        if equality is None:
             exec(compile(ast.Module([statement], []), "examples.py", "exec"), namespace)
             return
-        got, expected = (eval(ast.unparse(side), namespace) for side in (test.left, test.comparators[0]))
+        got, expected = (eval(ast.unparse(side), namespace) for side in (equality.left, equality.comparators[0]))
         same = bool(got == expected)
     except AssertionError:
         raise Complaint(f"{text} is not true") from None
     except BaseException as error:
-        call = ast.unparse(test.left) if equal else text
+        call = ast.unparse(equality.left) if equality else text
         raise Complaint(f"{call} failed with {describe(error, source)}") from None
     if not same:
-        left = ast.unparse(test.left)
+        left = ast.unparse(equality.left)
         raise Complaint(f"{left} returned {shorten(repr(got))}, expected {shorten(repr(expected))}")
 
 
-def check(solution, examples, function):
+def check(solution: str, examples: str, function: str) -> None:
     with open(solution, encoding="utf-8", errors="replace") as file:
         source = file.read()
-    namespace = {"__name__": "solution"}
+    namespace: dict[str, Any] = {"__name__": "solution"}
     try:
         exec(compile(source, NAME, "exec"), namespace)
     except BaseException as error:
@@ -80,7 +81,7 @@ def check(solution, examples, function):
             check_example(statement, namespace, source)
 
 
-def main(arguments):
+def main(arguments: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

@@ -97,7 +97,7 @@ def find(agent: str) -> type[BaseAgent]:
 def capped(cls: type[BaseAgent]) -> type[BaseAgent]:
     """A subclass whose run ends normally at a cap and says in the metadata how it ended."""
 
-    class Capped(cls):  # type: ignore[valid-type, misc]
+    class Capped(cls):
         async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
             stop = Stop.AGENT_ERROR
             try:

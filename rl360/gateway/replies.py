@@ -41,7 +41,7 @@ def assistant_message(
 ) -> tuple[dict[str, Any], CanonicalMessage]:
     """The message of a turn and its comparable form. `seed`: the attempt's and the turn, for the ids of tool calls."""
     text = services.tokenizer.decode_turn(generation.token_ids)
-    parsed = services.parser.parse(text, plan.generation_prompt, request.parse_tools)
+    parsed = services.parser.parse(text, plan.generation_prompt, request.tools if request.parse_tools else ())
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning:
         message["reasoning_content"] = parsed.reasoning

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rl360.errors import ConfigError
 from rl360.gateway.parsers import ParsedCall, make_parser
 from rl360.gateway.parsers.hermes import HermesTools
+from rl360.gateway.parsers.k2_horizon import K2HorizonReasoning, K2HorizonTools
 from rl360.gateway.parsers.qwen3 import Qwen3Reasoning
+from tests.gateway.kit import TOOLS
 
 LS = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls é"}}\n</tool_call>'
 LS_CALL = ParsedCall("bash", '{"command": "ls é"}')
@@ -46,11 +50,94 @@ def test_qwen3(text: str, prompt: str, expected: tuple[str | None, str]) -> None
     assert Qwen3Reasoning().split(text, prompt) == expected
 
 
+def k2_call(name: str, **arguments: str) -> str:
+    pairs = "".join(
+        f"<ifm|arg_key>{k}</ifm|arg_key>\n<ifm|arg_value>{v}</ifm|arg_value>\n" for k, v in arguments.items()
+    )
+    return f"<ifm|tool_call>{name}\n{pairs}</ifm|tool_call>"
+
+
+K2_LS = k2_call("bash", command="ls é\n<b> 'x'")
+K2_LS_CALL = ParsedCall("bash", json.dumps({"command": "ls é\n<b> 'x'"}, ensure_ascii=False))
+K2_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "n": {"type": "integer"},
+                "flag": {"type": ["boolean", "null"]},
+                "text": {"type": "string"},
+                "list": {"type": "array"},
+            },
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("no call ", "no call ", ()),
+        (f"<ifm|tool_calls>\n{K2_LS}\n</ifm|tool_calls>", "", (K2_LS_CALL,)),
+        (f"first\n<ifm|tool_calls>\n{K2_LS}\n{K2_LS}\n</ifm|tool_calls>", "first", (K2_LS_CALL, K2_LS_CALL)),
+        (K2_LS, "", (K2_LS_CALL,)),  # without the group
+        (f"<ifm|tool_calls>{K2_LS}", "<ifm|tool_calls>", (K2_LS_CALL,)),  # the turn was cut after the call
+        ("<ifm|tool_calls><ifm|tool_call>bash\n<ifm|arg_key>command", None, ()),
+        ("<ifm|tool_call>bash\nls -la</ifm|tool_call>", None, ()),
+        ("<ifm|tool_call></ifm|tool_call>", None, ()),
+        ('<ifm|tool_call>{"name": "f", "arguments": {"n": 1}}</ifm|tool_call>', "", (ParsedCall("f", '{"n": 1}'),)),
+        ("<ifm|tool_call>{bad}</ifm|tool_call>", None, ()),
+        (k2_call("now"), "", (ParsedCall("now", "{}"),)),
+        (
+            k2_call("f", n="3", flag="true", text="3", list='["a"]', other="3"),
+            "",
+            (ParsedCall("f", '{"n": 3, "flag": true, "text": "3", "list": ["a"], "other": "3"}'),),
+        ),
+        (k2_call("f", n="three"), "", (ParsedCall("f", '{"n": "three"}'),)),
+        (
+            "<ifm|tool_call>g\n<ifm|arg_key>n</ifm|arg_key><ifm|arg_type>integer</ifm|arg_type>"
+            "<ifm|arg_value>3</ifm|arg_value></ifm|tool_call>",
+            "",
+            (ParsedCall("g", '{"n": 3}'),),
+        ),
+    ],
+)
+def test_k2_horizon_calls(text: str, content: str | None, calls: tuple[ParsedCall, ...]) -> None:
+    """Content None: all of the text, because no call could be read."""
+    assert K2HorizonTools().parse(text, (*TOOLS, K2_TOOL)) == (text if content is None else content, calls)
+
+
+@pytest.mark.parametrize("tag", ["think", "think_fast", "think_faster"])
+@pytest.mark.parametrize(
+    ("text", "inside", "expected"),
+    [
+        ("answer", False, (None, "answer")),
+        ("why\n</TAG>\nanswer", True, ("why", "answer")),
+        ("</TAG>answer", True, ("", "answer")),
+        ("why, cut", True, ("why, cut", "")),
+        ("<TAG>\nwhy</TAG>answer", False, ("why", "answer")),
+        ("<TAG>\nwhy</TAG>answer", True, ("why", "answer")),
+        ("why\n<ifm|tool_calls>x", True, ("why", "<ifm|tool_calls>x")),
+        ("why</TAG>\n<ifm|tool_calls>x</TAG>", True, ("why", "<ifm|tool_calls>x</TAG>")),
+        ("says <TAG> later</TAG>", False, (None, "says <TAG> later</TAG>")),
+    ],
+)
+def test_k2_horizon_reasoning(tag: str, text: str, inside: bool, expected: tuple[str | None, str]) -> None:
+    def with_tag(words: str) -> str:
+        return words.replace("TAG", f"ifm|{tag}")
+
+    prompt = "<|ifm|im_start|>assistant\n" + with_tag("<TAG>\n" if inside else "")
+    reasoning, rest = expected
+    assert K2HorizonReasoning().split(with_tag(text), prompt) == (reasoning, with_tag(rest))
+
+
 def test_calls_are_looked_for_after_the_reasoning_and_only_when_tools_were_offered() -> None:
     parser = make_parser("hermes", "qwen3")
-    turn = parser.parse(f"<think>\n{LS}\n</think>\n\n{LS}", "", with_tools=True)
+    turn = parser.parse(f"<think>\n{LS}\n</think>\n\n{LS}", "", TOOLS)
     assert (turn.reasoning, turn.content, turn.calls) == (LS, "", (LS_CALL,))
-    assert parser.parse(LS, "", with_tools=False).content == LS
+    assert parser.parse(LS, "", ()).content == LS
 
 
 def test_an_unknown_parser_lists_the_known_ones() -> None:
@@ -58,4 +145,4 @@ def test_an_unknown_parser_lists_the_known_ones() -> None:
         make_parser("hermes2", "qwen")
     assert len(caught.value.problems) == 2
     assert "did you mean hermes?" in caught.value.problems[0]
-    assert "expected one of none, qwen3" in caught.value.problems[1]
+    assert "expected one of none, qwen3, k2_horizon" in caught.value.problems[1]

@@ -6,8 +6,9 @@ policy wrote is lost on the agent.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class ReasoningParser(Protocol):
 
 
 class ToolParser(Protocol):
-    def parse(self, text: str) -> tuple[str, tuple[ParsedCall, ...]]:
-        """(content, calls); a call that cannot be read stays in the content."""
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[ParsedCall, ...]]:
+        """(content, calls); a call that cannot be read stays in the content. `tools` as the request offered them."""
         ...
 
 
@@ -44,8 +45,8 @@ class TurnParser:
     reasoning: ReasoningParser
     tools: ToolParser
 
-    def parse(self, text: str, generation_prompt: str, with_tools: bool) -> ParsedTurn:
-        """Parse one turn. `with_tools`: the request offered tools, so calls are looked for."""
+    def parse(self, text: str, generation_prompt: str, tools: Sequence[Mapping[str, Any]]) -> ParsedTurn:
+        """Parse one turn. `tools`: what the request offered; without any, no calls are looked for."""
         reasoning, rest = self.reasoning.split(text, generation_prompt)
-        content, calls = self.tools.parse(rest) if with_tools else (rest, ())
+        content, calls = self.tools.parse(rest, tools) if tools else (rest, ())
         return ParsedTurn(content, reasoning or None, calls)

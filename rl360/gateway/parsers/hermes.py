@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rl360.gateway.parsers.base import ParsedCall
 
@@ -15,11 +17,11 @@ CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class HermesTools:
-    def parse(self, text: str) -> tuple[str, tuple[ParsedCall, ...]]:
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, tuple[ParsedCall, ...]]:
         calls: list[ParsedCall] = []
 
         def take(match: re.Match[str]) -> str:
-            call = _read(match.group(1))
+            call = read_json_call(match.group(1))
             if call is None:
                 return match.group(0)
             calls.append(call)
@@ -30,7 +32,8 @@ class HermesTools:
         return (content.strip(), tuple(calls)) if calls else (text, ())
 
 
-def _read(body: str) -> ParsedCall | None:
+def read_json_call(body: str) -> ParsedCall | None:
+    """A call written as a JSON object with name and arguments; None when it is not one."""
     try:
         call = json.loads(body)
     except ValueError:

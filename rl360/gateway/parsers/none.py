@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from rl360.gateway.parsers.base import ParsedCall
 
 
@@ -11,5 +14,5 @@ class NoReasoning:
 
 
 class NoTools:
-    def parse(self, text: str) -> tuple[str, tuple[ParsedCall, ...]]:
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, tuple[ParsedCall, ...]]:
         return text, ()

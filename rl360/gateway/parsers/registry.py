@@ -9,12 +9,22 @@ from typing import Any
 from rl360.errors import ConfigError
 from rl360.gateway.parsers.base import ReasoningParser, ToolParser, TurnParser
 from rl360.gateway.parsers.hermes import HermesTools
+from rl360.gateway.parsers.k2_horizon import K2HorizonReasoning, K2HorizonTools
 from rl360.gateway.parsers.none import NoReasoning, NoTools
 from rl360.gateway.parsers.qwen3 import Qwen3Reasoning
 
 # "qwen25" is what SGLang calls the Hermes format; both names are accepted.
-TOOL_PARSERS: Mapping[str, Callable[[], ToolParser]] = {"none": NoTools, "hermes": HermesTools, "qwen25": HermesTools}
-REASONING_PARSERS: Mapping[str, Callable[[], ReasoningParser]] = {"none": NoReasoning, "qwen3": Qwen3Reasoning}
+TOOL_PARSERS: Mapping[str, Callable[[], ToolParser]] = {
+    "none": NoTools,
+    "hermes": HermesTools,
+    "qwen25": HermesTools,
+    "k2_horizon": K2HorizonTools,
+}
+REASONING_PARSERS: Mapping[str, Callable[[], ReasoningParser]] = {
+    "none": NoReasoning,
+    "qwen3": Qwen3Reasoning,
+    "k2_horizon": K2HorizonReasoning,
+}
 
 
 def make_parser(tool_parser: str, reasoning_parser: str) -> TurnParser:

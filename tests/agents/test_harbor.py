@@ -1,0 +1,99 @@
+"""Any other Harbor agent: found by name or path, made with what it needs, ended normally at a cap."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harbor.agents.base import BaseAgent  # isort: skip
+from harbor.agents.oracle import OracleAgent  # isort: skip
+from harbor.llms.base import ContextLengthExceededError  # isort: skip
+from harbor.models.agent.context import AgentContext  # isort: skip
+from rl360.agents.bash import BashAgent
+from rl360.agents.harbor import HarborAgent, capped, find
+from tests.agents.kit import make
+
+
+class BadRequestError(Exception):
+    pass
+
+
+class WrappedContextError(ContextLengthExceededError):
+    pass
+
+
+class Plain(BaseAgent):
+    """An agent of somebody else's; `raises` is what its run raises."""
+
+    def __init__(self, *args: Any, raises: BaseException | None = None, says: Any = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.raises, self.says = raises, says
+
+    @staticmethod
+    def name() -> str:
+        return "plain"
+
+    def version(self) -> str:
+        return "1"
+
+    async def setup(self, environment: Any) -> None:
+        pass
+
+    async def run(self, instruction: str, environment: Any, context: AgentContext) -> None:
+        context.metadata = self.says
+        if self.raises is not None:
+            raise self.raises
+
+
+def test_by_name_and_by_path() -> None:
+    assert find("oracle") is OracleAgent
+    assert find("rl360.agents.bash:BashAgent") is BashAgent
+    assert find("terminus-2").name() == "terminus-2"
+    with pytest.raises(ValueError, match="mini-swe-agent"):
+        find("nobody")
+
+
+def test_it_is_the_named_agent(tmp_path: Path) -> None:
+    agent = make(HarborAgent, tmp_path, "http://x/v1", agent="rl360.agents.bash:BashAgent", options={"max_failures": 5})
+    assert isinstance(agent, BashAgent)
+    assert (agent.name(), agent._base_url, agent._max_failures) == ("rl360-bash", "http://x/v1", 5)
+    assert agent.model_name == "openai/policy"
+    assert agent.extra_env["OPENAI_API_KEY"] == "unused"
+    bare = make(HarborAgent, tmp_path, "http://x/v1", agent="rl360.agents.bash:BashAgent", litellm_provider="")
+    assert bare.model_name == "policy"
+
+
+def test_an_agent_without_a_model_gets_no_url(tmp_path: Path) -> None:
+    agent = HarborAgent(
+        logs_dir=tmp_path, model_name="policy", base_url="http://x/v1", agent=f"{__name__}:Plain", options={"says": {}}
+    )
+    assert agent._base_url is None
+
+
+@pytest.mark.parametrize(
+    ("raises", "says", "metadata"),
+    [
+        (None, None, {"stop": "finished"}),
+        (None, {"stop": "gave_up", "x": 1}, {"stop": "gave_up", "x": 1}),
+        (ContextLengthExceededError("full"), {"x": 1}, {"stop": "length", "x": 1}),
+        (WrappedContextError("full"), None, {"stop": "length"}),
+    ],
+)
+async def test_a_cap_ends_it_normally(tmp_path: Path, raises: Any, says: Any, metadata: Any) -> None:
+    context = AgentContext()
+    await capped(Plain)(logs_dir=tmp_path, raises=raises, says=says).run("x", None, context)  # type: ignore[call-arg, arg-type]
+    assert context.metadata == metadata
+
+
+@pytest.mark.parametrize(
+    ("raises", "stop"),
+    [(BadRequestError("no"), "agent_error"), (asyncio.CancelledError(), "timeout"), (RuntimeError("x"), "agent_error")],
+)
+async def test_everything_else_is_raised(tmp_path: Path, raises: BaseException, stop: str) -> None:
+    context = AgentContext()
+    with pytest.raises(type(raises)):
+        await capped(Plain)(logs_dir=tmp_path, raises=raises).run("x", None, context)  # type: ignore[call-arg, arg-type]
+    assert context.metadata == {"stop": stop}

@@ -1,0 +1,5 @@
+"""Intervals of whole numbers."""
+
+from intervals.merge import covered, gaps, merge
+
+__all__ = ["covered", "gaps", "merge"]

@@ -314,6 +314,9 @@ def _readable(error: Exception, request: Request) -> str:
         options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
         return f"no such option {match[2]}{suggestion(match[2].rpartition('/')[2], options)}"
     if match := re.search(r"In '([^']*)': Could not override '([^']*)'", text):
+        if "@" in match[2]:  # Hydra looked inside the file's own group
+            hint = "expected `# @package _global_` as its very first line"
+            return f"{match[1]}.yaml overrides {match[2].partition('@')[0]} from inside its own group; {hint}"
         groups = [folder.name for folder in conf_folder().iterdir() if folder.is_dir()]
         return f"{match[1]}.yaml overrides {match[2]}, which is no group{suggestion(match[2], groups)}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]

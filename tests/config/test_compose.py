@@ -100,6 +100,15 @@ def test_a_broken_file_names_the_file_and_the_option(tmp_path):
     assert len(compose(Request(("experiment=bad",), config_dir=tmp_path)).problems) == 1
 
 
+@pytest.mark.parametrize("first_line", ["", "# a comment\n# @package _global_\n"])
+def test_an_experiment_without_its_package_line_is_told_so(tmp_path, first_line):
+    """Hydra reads the line only at the very top, and then looks for groups below `experiment`."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "ours.yaml").write_text(first_line + "defaults:\n  - override /tasks: quickstart\n")
+    (problem,) = compose(Request(("experiment=ours",), config_dir=tmp_path)).problems
+    assert problem.endswith("from inside its own group; expected `# @package _global_` as its very first line")
+
+
 def test_an_unknown_primary_config_and_folder(tmp_path):
     (tmp_path / "study.yaml").write_text("defaults:\n  - run\n  - _self_\n")
     problems = compose(Request(config_name="studdy", config_dir=tmp_path)).problems

@@ -1,0 +1,179 @@
+"""Files into and out of containers as tar archives, which the daemon packs and unpacks.
+
+In: host folders, or an archive that a container's content filled. Out: an archive, or host files. Left to others:
+moving archives (environment.py).
+
+The daemon reads and writes the container's file system itself, so no program inside the container, which an agent may
+have replaced, takes part. On the host only regular files and folders are made: a link to a file of the same download
+becomes that file, other links, pipes and devices are left out. Standard library only.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import posixpath
+import stat
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+MAX_BYTES = 2**30  # of one download
+_MAX_ENTRIES = 50_000
+_MAX_DEPTH = 64
+_CHUNK = 2**20
+
+
+def pack(items: Sequence[tuple[Path, str]], target: Path, folders: Sequence[str] = ()) -> None:
+    """An archive of (host file or folder, absolute path in the container), to be unpacked at `/`, owned by root.
+
+    `folders` are made where they are missing. Parents need no entry: the daemon makes them.
+    """
+    with tarfile.open(target, "w") as tar:
+        for folder in folders:
+            tar.addfile(_folder(folder.strip("/")))
+        for source, path in items:
+            name = path.strip("/")
+            if source.is_dir():
+                for child in sorted(source.rglob("*")):
+                    tar.add(child, f"{name}/{child.relative_to(source).as_posix()}".lstrip("/"), False, filter=_root)
+            else:
+                tar.add(source.resolve(), name, False, filter=_root)
+
+
+def pack_text(path: str, text: str, target: Path, mode: int = 0o755) -> None:
+    """An archive of one file."""
+    data = text.encode()
+    info = tarfile.TarInfo(path.strip("/"))
+    info.size, info.mode = len(data), mode
+    with tarfile.open(target, "w") as tar:
+        tar.addfile(info, io.BytesIO(data))
+
+
+def _folder(name: str) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.mode = tarfile.DIRTYPE, 0o755
+    return info
+
+
+def _root(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    return info
+
+
+def unpack_file(archive: Path, target: Path) -> None:
+    """The one regular file of an archive. Raises FileNotFoundError when it holds something else."""
+    with tarfile.open(archive, "r:") as tar:
+        member = tar.next()
+        if member is None or not member.isreg():
+            raise FileNotFoundError("not a regular file")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            target = target / posixpath.basename(member.name)
+        _write(tar, member, target)
+
+
+def unpack_folder(archive: Path, target: Path) -> list[str]:
+    """The content of an archive's one folder into `target`. Returns the paths that were left out."""
+    target.mkdir(parents=True, exist_ok=True)
+    skipped: list[str] = []
+    with tarfile.open(archive, "r:") as tar:
+        files: dict[str, tarfile.TarInfo] = {}
+        links: list[tuple[str, tarfile.TarInfo]] = []
+        for count, (path, member) in enumerate(_members(tar, skipped)):
+            if count >= _MAX_ENTRIES:
+                skipped.append("the rest")
+                break
+            if member.isreg():
+                files[path] = member
+                _place(tar, member, target / path, path, skipped)
+            elif member.isdir():
+                if not _is_in_the_way(target / path):
+                    (target / path).mkdir(parents=True, exist_ok=True)
+            else:
+                links.append((path, member))
+        for path, member in links:
+            source = files.get(_linked(path, member) or "")
+            if source is None:
+                skipped.append(path)
+            else:
+                _place(tar, source, target / path, path, skipped)
+    return skipped
+
+
+def _members(tar: tarfile.TarFile, skipped: list[str]) -> Iterator[tuple[str, tarfile.TarInfo]]:
+    """(path below the archive's folder, member) of what has a usable name."""
+    for member in tar:
+        parts = [part for part in member.name.split("/") if part not in ("", ".")][1:]
+        if not parts:
+            continue
+        if ".." in parts or len(parts) > _MAX_DEPTH or "\0" in member.name:
+            skipped.append(member.name)
+            continue
+        yield "/".join(parts), member
+
+
+def _linked(path: str, member: tarfile.TarInfo) -> str | None:
+    """What a link means, below the archive's folder; None when it is no link or leaves it."""
+    if member.islnk():  # hard links name the archive's member
+        return "/".join(part for part in member.linkname.split("/")[1:] if part not in ("", "."))
+    if not member.issym() or member.linkname.startswith("/"):
+        return None
+    joined = posixpath.normpath(posixpath.join(posixpath.dirname(path), member.linkname))
+    return None if joined.startswith("..") else joined
+
+
+def _is_in_the_way(path: Path) -> bool:
+    return path.is_symlink() or (path.exists() and not path.is_dir())
+
+
+def _place(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, path: str, skipped: list[str]) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _write(tar, member, target)
+    except (FileExistsError, NotADirectoryError, IsADirectoryError):
+        skipped.append(path)
+
+
+def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
+    """A new file with the member's content and permissions; never through a link."""
+    reader = tar.extractfile(member)
+    assert reader is not None
+    if target.is_symlink() or target.is_file():
+        target.unlink()
+    mode = (member.mode & 0o777) | stat.S_IRUSR | stat.S_IWUSR
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    with open(fd, "wb") as writer:
+        while chunk := reader.read(_CHUNK):
+            writer.write(chunk)
+
+
+def carry(archive: Path, folder: str, target: Path) -> list[str]:
+    """What an agent left in `folder`, rewritten for a new container. Returns what was refused.
+
+    Regular files, folders and links that stay inside come along, with owner, permissions and times, without setuid and
+    setgid bits. Devices, pipes, sockets and links that leave the folder do not.
+    """
+    refused: list[str] = []
+    with tarfile.open(archive, "r:") as source, tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as out:
+        top = _folder(folder.strip("/"))
+        first = source.next()
+        if first is not None and first.isdir():
+            top.mode, top.uid, top.gid, top.mtime = first.mode & 0o1777, first.uid, first.gid, first.mtime
+        out.addfile(top)
+        for path, member in _members(source, refused):
+            info = tarfile.TarInfo(f"{folder.strip('/')}/{path}")
+            info.mode, info.uid, info.gid, info.mtime = member.mode & 0o1777, member.uid, member.gid, member.mtime
+            info.type = member.type
+            if member.isreg():
+                info.size = member.size
+                out.addfile(info, source.extractfile(member))
+            elif member.isdir():
+                out.addfile(info)
+            elif (member.issym() or member.islnk()) and (inside := _linked(path, member)) is not None:
+                info.linkname = member.linkname if member.issym() else f"{folder.strip('/')}/{inside}"
+                out.addfile(info)
+            else:
+                refused.append(path)
+    return refused

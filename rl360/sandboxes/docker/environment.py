@@ -1,0 +1,520 @@
+"""The Harbor environment: one container per trial, more for a task with a Compose file.
+
+In: Harbor's constructor arguments and the fields of `SandboxConfig` as keywords. Out: Harbor's environment interface.
+Left to others: the docker command (client.py), what a container is made of (recipe.py), archives (archives.py), and
+what killed runs left (leftovers.py).
+
+Where this differs from Harbor's own Docker environment: nothing is pulled to forbid the network, which is there only if
+the task asks for it in words and `sandbox.network` allows it; images can be built on a base that is here already; a
+time-out ends the command inside the container and not only its client; files go through the daemon and never through a
+program of the container; the container has limits, fewer capabilities and a lifetime, and ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import re
+import secrets
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from harbor.environments.base import ExecResult, SandboxBuildFailedError
+from harbor.environments.capabilities import EnvironmentCapabilities
+from harbor.environments.definition import should_use_prebuilt_docker_image
+from harbor.environments.docker.docker import DockerEnvironment, _sanitize_docker_compose_project_name
+from harbor.models.task.config import NetworkMode
+from harbor.trial.errors import EnvironmentStartTimeoutError
+
+from rl360.sandboxes.docker import abilities, archives, leftovers
+from rl360.sandboxes.docker.client import DockerError, Done, TooLarge, checked, docker, save
+from rl360.sandboxes.docker.recipe import SHARED_NETWORK, SHARED_NETWORK_OPTIONS, Limits, Recipe, on_base
+
+_LONGEST_ARGUMENT = 100_000  # bytes; the kernel's limit of one argument is 128 KiB
+_CALL_TIMEOUT_S = 60.0  # of a docker command that only asks or starts something
+_CLIENT_SLACK_S = 10.0
+# What a verifier never takes from an agent: the system, and where its own files go.
+_SYSTEM = (
+    *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/logs/verifier", "/proc", "/run", "/sbin", "/sys", "/tests"),
+    *("/usr/bin", "/usr/lib", "/usr/lib64", "/usr/local/bin", "/usr/local/lib", "/usr/local/sbin", "/usr/sbin"),
+)
+_TOKEN = "RL360_EXEC"
+# In the sandbox, by the command's own user: end every process that has the command's token in its environment. Twice,
+# for what a process started between the look and the kill.
+_KILL = (
+    'for i in 1 2; do for p in /proc/[0-9]*; do if grep -qs "{token}" "$p/environ"; then '
+    'kill -9 "${{p#/proc/}}" 2>/dev/null; fi; done; done'
+)
+
+
+class MemoryLimitExceededError(RuntimeError):
+    """The container ran into its memory limit and ended. The name is one of Harbor's error table."""
+
+
+class _Daemon:
+    """What this process has found out about its daemon; the first sandbox asks."""
+
+    lock: asyncio.Lock | None = None
+    ready = False
+    disk_quota = False
+    builds: dict[str, asyncio.Lock]
+
+
+class DockerSandbox(DockerEnvironment):
+    """Keywords beyond Harbor's are the fields of `SandboxConfig` and `run_id`, `build_timeout_s`.
+
+    base: auto (what FROM names, pulled when it is not here) or an image that is here, which then stands in for every
+    image that the Dockerfile takes from a registry. The smaller of a task's own limit and the configured one holds;
+    0 means no limit.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        run_id: str = "run",
+        network: bool = False,
+        memory_mib: int = 1024,
+        cpus: float = 1.0,
+        pids: int = 256,
+        disk_mib: int = 512,
+        lifetime_s: float = 900.0,
+        start_timeout_s: float = 60.0,
+        build_timeout_s: float = 600.0,
+        base: str = "auto",
+        **kwargs: Any,
+    ):
+        self._run_id = run_id
+        self._network_allowed = network
+        self._memory_mib, self._cpus, self._pids, self._disk_mib = memory_mib, cpus, pids, disk_mib
+        self._lifetime_s = lifetime_s
+        self._start_timeout_s, self._build_timeout_s = start_timeout_s, build_timeout_s
+        self._base = "" if base == "auto" else base
+        self._overlay: Path | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._container = ""
+        self._image_user = ""
+        self._image_workdir = "/"
+        self.exhausted = ""  # after stop too: memory | lifetime, the limit that the sandbox ran into
+        super().__init__(*args, **kwargs)
+        self._project = _sanitize_docker_compose_project_name(self.session_id)
+        self._has_services = self._environment_docker_compose_path.exists() or bool(self.extra_docker_compose_paths)
+
+    @classmethod
+    def _egress_control_kernel_support(cls) -> bool:
+        """Harbor would pull an image to find out. The network is either there or not; see `recipe`."""
+        return False
+
+    @property
+    def capabilities(self) -> EnvironmentCapabilities:
+        return EnvironmentCapabilities(disable_internet=True, docker_compose=True, gpus=True)
+
+    @classmethod
+    def preflight(cls) -> None:
+        if missing := abilities.problems(abilities.probe()):
+            raise SystemExit("\n".join(missing))
+
+    @property
+    def _docker_compose_paths(self) -> list[Path]:
+        paths = super()._docker_compose_paths
+        return [*paths, self._overlay] if self._overlay is not None else paths
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self, force_build: bool) -> None:
+        """Raises SandboxBuildFailedError or EnvironmentStartTimeoutError."""
+        network = self._wants_network()
+        try:
+            await self._ask_daemon()
+            await self._prepare(network, force_build)
+            async with asyncio.timeout(self._start_timeout_s):
+                await self._up()
+        except TimeoutError as error:
+            raise EnvironmentStartTimeoutError(f"container did not start in {self._start_timeout_s} s") from error
+        except (DockerError, OSError) as error:
+            raise SandboxBuildFailedError(f"container did not start: {error}") from error
+        await self._upload_environment_dir_after_start()
+
+    def _wants_network(self) -> bool:
+        """Harbor's default is a public network; here a task has to say so."""
+        asked = "network_mode" in self.task_env_config.model_fields_set
+        if not asked or self._network_policy.network_mode == NetworkMode.NO_NETWORK:
+            return False
+        if not self._network_allowed:
+            raise SandboxBuildFailedError(
+                f"{self.environment_name}: the task asks for network_mode={self._network_policy.network_mode.value!r} "
+                "and sandbox.network is false; set it to true or leave the task out"
+            )
+        return True
+
+    async def _ask_daemon(self) -> None:
+        """Once in a process: what the daemon can do; and what killed runs left goes."""
+        if _Daemon.lock is None:
+            _Daemon.lock, _Daemon.builds = asyncio.Lock(), {}
+        async with _Daemon.lock:
+            if _Daemon.ready:
+                return
+            found = await asyncio.to_thread(abilities.probe)
+            if missing := abilities.problems(found):
+                raise SandboxBuildFailedError("; ".join(missing))
+            _Daemon.disk_quota = not any(a.name == "docker disk limit" for a in found)
+            for warning in abilities.warnings(found):
+                self.logger.warning(warning)
+            removed = await leftovers.sweep()
+            if removed:
+                self.logger.warning("removed %d containers of runs that were killed", removed)
+            _Daemon.ready = True
+
+    async def _prepare(self, network: bool, force_build: bool) -> None:
+        """The image, and every file that Compose reads."""
+        self._scratch = tempfile.TemporaryDirectory(prefix="rl360-docker-")
+        scratch = Path(self._scratch.name)
+        self._use_prebuilt = should_use_prebuilt_docker_image(
+            self.environment_dir, docker_image=self.task_env_config.docker_image, force_build=force_build
+        )
+        dockerfile = None
+        tag = None
+        if not self._use_prebuilt:
+            base_id = await self._base_id()
+            named = f"{self.environment_id} {base_id} {self._network_allowed}"
+            tag = f"rl360-task:{hashlib.sha256(named.encode()).hexdigest()[:24]}"
+            if self._base:
+                dockerfile = scratch / "Dockerfile"
+                dockerfile.write_text(on_base(self._dockerfile_path.read_text(), self._base))
+        recipe = Recipe(
+            limits=Limits(
+                memory_mib=_smaller(self._memory_mib, self._effective_memory_mb),
+                cpus=_smaller(self._cpus, self._effective_cpus),
+                pids=self._pids,
+                disk_mib=_smaller(self._disk_mib, self._effective_storage_mb),
+                disk_quota=_Daemon.disk_quota,
+            ),
+            labels={leftovers.OWNER: leftovers.owner(), leftovers.RUN: self._run_id},
+            lifetime_s=self._lifetime_s,
+            network=network,
+            services=self._has_services,
+            image=tag,
+            dockerfile=str(dockerfile) if dockerfile else None,
+            build_network=self._network_allowed,
+            ready_image=self._base or None if self._use_prebuilt else None,
+        )
+        self._overlay = scratch / "rl360.json"
+        self._overlay.write_text(json.dumps(recipe.compose()))
+        self._mounts_compose_path = self._write_mounts_compose_file()
+        self._env_compose_path = self._write_env_compose_file()
+        if network and not self._has_services:
+            await self._make_shared_network()
+        if tag is not None:
+            await self._build(tag, force_build)
+
+    async def _base_id(self) -> str:
+        if not self._base:
+            return ""
+        done = await docker("image", "inspect", "--format", "{{.Id}}", self._base, timeout_s=_CALL_TIMEOUT_S)
+        if done.return_code != 0:
+            raise SandboxBuildFailedError(
+                f"sandbox.base: no image {self._base} at the daemon; docker pull, load or import it, or use auto"
+            )
+        return done.stdout.strip()
+
+    async def _make_shared_network(self) -> None:
+        labels = ("--label", "rl360.network=shared")
+        done = await docker("network", "create", *SHARED_NETWORK_OPTIONS, *labels, SHARED_NETWORK, timeout_s=60)
+        if done.return_code != 0 and "already exists" not in done.stderr:
+            raise DockerError(f"docker network create: {done.message}")
+
+    async def _build(self, tag: str, force: bool) -> None:
+        """The task's image, once for each content."""
+        async with _Daemon.builds.setdefault(tag, asyncio.Lock()):
+            if not force:
+                there = await docker("image", "inspect", "--format", "{{.Id}}", tag, timeout_s=_CALL_TIMEOUT_S)
+                if there.return_code == 0:
+                    return
+            command = ["build", *(("--no-cache",) if force else ()), "main"]
+            try:
+                done = await self._compose(*command, timeout_s=self._build_timeout_s)
+            except TimeoutError:
+                raise SandboxBuildFailedError(f"the image was not built in {self._build_timeout_s} s") from None
+            if done.return_code != 0:
+                said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
+                hint = "" if self._base else "; without a registry, set sandbox.base to an image that is here"
+                raise SandboxBuildFailedError(f"docker compose build failed{hint}:\n{said}")
+
+    async def _up(self) -> None:
+        wait = ("--wait",) if self._has_services else ()
+        done = await self._compose("up", "--detach", "--no-build", *wait, timeout_s=self._start_timeout_s)
+        if done.return_code != 0:
+            raise DockerError(f"docker compose up: {done.message}")
+        await self._find_container()
+        await self._make_folders()
+
+    async def _find_container(self) -> None:
+        form = '{{.ID}}\t{{.Label "com.docker.compose.service"}}'
+        label = f"label=com.docker.compose.project={self._project}"
+        listed = await checked("ps", "--no-trunc", "--filter", label, "--format", form, timeout_s=_CALL_TIMEOUT_S)
+        found = [row.split("\t")[0] for row in listed.splitlines() if row.endswith("\tmain")]
+        if not found:
+            raise DockerError("the container ended as soon as it was started; does the image have `sleep`?")
+        self._container = found[0]
+        form = "{{json .Config.User}} {{json .Config.WorkingDir}}"
+        config = await checked("inspect", "--format", form, self._container, timeout_s=_CALL_TIMEOUT_S)
+        self._image_user, workdir = (json.loads(part) for part in config.split(maxsplit=1))
+        self._image_workdir = workdir or "/"
+
+    async def _make_folders(self) -> None:
+        folders = [*self._mount_targets(writable_only=True), self._workdir]
+        command = f"mkdir -p {' '.join(_quoted(f) for f in folders)}"
+        if logs := self._mount_targets(writable_only=True):
+            command += f" && chmod 777 {' '.join(_quoted(f) for f in logs)}"
+        done = await self._run(command, user="root", timeout_s=_CALL_TIMEOUT_S)
+        if done.return_code != 0:
+            raise DockerError(f"making {folders}: {done.message}; the image needs bash")
+
+    @property
+    def _workdir(self) -> str:
+        return self.task_env_config.workdir or self._image_workdir
+
+    async def stop(self, delete: bool) -> None:
+        """End the sandbox at once. Nothing of it is kept, whatever `delete` says; images stay for the next trial."""
+        try:
+            if self._container:
+                await self._note_exhausted()
+            if self._scratch is not None:  # it got as far as having something
+                await leftovers.remove_project(self._project, services=self._has_services)
+        except DockerError as error:
+            self.logger.warning("removing containers of %s: %s", self._project, error)
+        finally:
+            self._container = ""
+            self._overlay = None
+            self._cleanup_mounts_compose_file()
+            self._cleanup_env_compose_file()
+            if self._scratch is not None:
+                self._scratch.cleanup()
+                self._scratch = None
+
+    async def _note_exhausted(self) -> bool:
+        """Whether the container still runs; what it ran into is noted when it does not."""
+        form = "{{.State.Running}} {{.State.OOMKilled}} {{.State.ExitCode}}"
+        done = await docker("inspect", "--format", form, self._container, timeout_s=_CALL_TIMEOUT_S)
+        running, out_of_memory, code = done.stdout.split() if done.return_code == 0 else ("false", "false", "1")
+        if running == "true":
+            return True
+        if not self.exhausted:
+            self.exhausted = "memory" if out_of_memory == "true" else "lifetime" if code == "0" else ""
+        return False
+
+    # -- before the verifier ------------------------------------------------------------------------------------
+
+    async def settle_for_verifier(self, verifier_user: str | int | None) -> None:
+        """A new container from the same image, with what the agent left in the working directory, and nothing else.
+
+        No process of the agent is left, the system, `/tests` and the reward folder are as the image has them, and so is
+        everything outside the working directory and the other log folders. A working directory that is part of the
+        system (`/`, `/etc`, ...) cannot be carried: the container is then restarted, which ends every process, and its
+        reward folder and `/tests` are emptied by its own programs.
+        """
+        self._running()
+        logs = [f for f in self._mount_targets(writable_only=True) if not f.startswith("/logs/verifier")]
+        if _is_system(self._workdir):
+            self.logger.warning("the working directory %s is part of the system: it is not made new", self._workdir)
+            await self._restart_in_place()
+        else:
+            await self._carry_over([self._workdir, *logs])
+        as_root = verifier_user in (None, "root", 0, "0") and self._image_user in ("", "root", "0")
+        mode = "755" if as_root else "777"
+        done = await self._run(f"mkdir -p /logs/verifier && chmod {mode} /logs/verifier", user="root", timeout_s=60)
+        if done.return_code != 0:
+            raise RuntimeError(f"the reward folder could not be made: {done.message}")
+
+    async def _carry_over(self, folders: list[str]) -> None:
+        assert self._scratch is not None
+        old = self._container
+        await checked("kill", old, timeout_s=_CALL_TIMEOUT_S)
+        carried: list[Path] = []
+        for index, folder in enumerate(folders):
+            raw = Path(self._scratch.name) / f"left{index}.tar"
+            clean = Path(self._scratch.name) / f"carry{index}.tar"
+            try:
+                await save(raw, archives.MAX_BYTES, "cp", f"{old}:{folder}", "-")
+            except DockerError:
+                continue  # the agent removed it
+            except TooLarge as error:
+                raise RuntimeError(f"{folder}: the agent left {error}") from error
+            refused = await asyncio.to_thread(archives.carry, raw, folder, clean)
+            raw.unlink()
+            if refused:
+                self.logger.warning("%d entries of %s stay behind, e.g. %s", len(refused), folder, refused[0])
+            carried.append(clean)
+        await checked("rm", "--force", "--volumes", old, timeout_s=_CALL_TIMEOUT_S)
+        await self._up()
+        # Deletions come along too: the image's own content goes first.
+        emptied = " ".join(_quoted(f) for f in folders)
+        await self._run(f"find {emptied} -mindepth 1 -delete", user="root", timeout_s=_CALL_TIMEOUT_S)
+        for clean in carried:
+            await checked("cp", "-", f"{self._container}:/", stdin=clean)
+            clean.unlink()
+
+    async def _restart_in_place(self) -> None:
+        await checked("restart", "--time", "0", self._container, timeout_s=_CALL_TIMEOUT_S)
+        await self._run("rm -rf /logs/verifier /tests", user="root", timeout_s=_CALL_TIMEOUT_S)
+
+    # -- commands -----------------------------------------------------------------------------------------------
+
+    def _running(self) -> str:
+        if not self._container:
+            raise RuntimeError("the sandbox is not running")
+        return self._container
+
+    async def exec(
+        self,
+        command: str,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_sec: int | None = None,
+        user: str | int | None = None,
+    ) -> ExecResult:
+        """Raises RuntimeError on a time-out, an unknown user or a dead container; MemoryLimitExceededError."""
+        who = self._resolve_user(user)
+        where = cwd or self.task_env_config.workdir
+        try:
+            done = await self._run(command, cwd=where, env=self._merge_env(env), user=who, timeout_s=timeout_sec)
+        except TimeoutError:
+            raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
+        if done.return_code != 0:
+            await self._explain(done, who)
+        callback = self._output_callback()
+        if callback is not None:
+            if done.stdout:
+                await callback(done.stdout, "stdout")
+            if done.stderr:
+                await callback(done.stderr, "stderr")
+        return ExecResult(stdout=done.stdout or None, stderr=done.stderr or None, return_code=done.return_code)
+
+    async def _run(
+        self,
+        command: str,
+        *,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        user: str | int | None = None,
+        timeout_s: float | None = None,
+    ) -> Done:
+        container = self._running()
+        token = secrets.token_hex(8)
+        who = () if user is None else ("--user", str(user))
+        options = ["--env", f"{_TOKEN}={token}", *who]
+        options += [part for key, value in (env or {}).items() for part in ("--env", f"{key}={value}")]
+        options += ("--workdir", cwd) if cwd else ()
+        if len(command.encode()) > _LONGEST_ARGUMENT:
+            command = await self._as_script(command, token)
+        try:
+            return await docker("exec", *options, container, "bash", "-c", command, timeout_s=timeout_s)
+        except TimeoutError:
+            # The client is gone; the command inside the container is not.
+            kill = _KILL.format(token=f"{_TOKEN}={token}")
+            with contextlib.suppress(TimeoutError):
+                await docker("exec", *who, container, "sh", "-c", kill, timeout_s=_CLIENT_SLACK_S)
+            raise
+
+    async def _as_script(self, command: str, token: str) -> str:
+        path = f"/tmp/.rl360-{token}.sh"
+        async with self._archive() as archive:
+            archives.pack_text(path, command, archive)
+            await checked("cp", "-", f"{self._container}:/", stdin=archive)
+        return f"bash {path}; code=$?; rm -f {path}; exit $code"
+
+    async def _explain(self, done: Done, user: str | int | None) -> None:
+        """Raise when a command failed because its container is gone, or its user does not exist."""
+        if "unable to find user" in done.stderr:
+            raise RuntimeError(f"user {user!r} is not in the sandbox's /etc/passwd")
+        of_docker = done.stderr.startswith("Error") or "docker daemon" in done.stderr
+        if done.return_code != 137 and not of_docker:
+            return
+        try:
+            if not self._container or await self._note_exhausted():
+                return
+        except TimeoutError:
+            raise RuntimeError("the docker daemon does not answer") from None
+        await self.stop(delete=True)
+        if self.exhausted == "memory":
+            raise MemoryLimitExceededError(f"sandbox ended (memory limit {self._memory_mib} MiB)")
+        raise RuntimeError(f"sandbox ended{f' ({self.exhausted} limit)' if self.exhausted else ''}")
+
+    # -- files --------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _archive(self) -> AsyncIterator[Path]:
+        self._running()
+        assert self._scratch is not None
+        path = Path(self._scratch.name) / f"{secrets.token_hex(8)}.tar"
+        try:
+            yield path
+        except (DockerError, TooLarge, OSError) as error:
+            if self._container and not await self._note_exhausted():
+                await self.stop(delete=True)
+                raise RuntimeError(f"sandbox ended during a file transfer: {error}") from error
+            raise RuntimeError(f"file transfer failed: {error}") from error
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _absolute(self, path: str | Path) -> str:
+        return str(PurePosixPath(self._workdir, str(path)))
+
+    async def upload_file(self, source_path: Path | str, target_path: str) -> None:
+        source = Path(source_path)
+        target = self._absolute(target_path)
+        if str(target_path).endswith("/") or await self.is_dir(target, user="root"):
+            target = f"{target}/{source.name}"
+        async with self._archive() as archive:
+            await asyncio.to_thread(archives.pack, [(source, target)], archive)
+            await checked("cp", "-", f"{self._container}:/", stdin=archive)
+
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        source = Path(source_dir)
+        if not source.is_dir():
+            raise RuntimeError(f"file transfer failed: {source} is no folder")
+        target = self._absolute(target_dir)
+        await self.exec(f"mkdir -p {_quoted(target)}", user="root", timeout_sec=int(_CALL_TIMEOUT_S), cwd="/")
+        async with self._archive() as archive:
+            await asyncio.to_thread(archives.pack, [(source, target)], archive)
+            await checked("cp", "-", f"{self._container}:/", stdin=archive)
+
+    async def download_file(self, source_path: str, target_path: Path | str) -> None:
+        async with self._archive() as archive:
+            source = f"{self._running()}:{self._absolute(source_path)}"
+            await save(archive, archives.MAX_BYTES, "cp", "--follow-link", source, "-")
+            await asyncio.to_thread(archives.unpack_file, archive, Path(target_path))
+
+    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        async with self._archive() as archive:
+            source = self._absolute(source_dir).rstrip("/")
+            await save(archive, archives.MAX_BYTES, "cp", f"{self._running()}:{source}", "-")
+            skipped = await asyncio.to_thread(archives.unpack_folder, archive, Path(target_dir))
+        if skipped:
+            self.logger.warning("download of %s left out %d entries, e.g. %s", source_dir, len(skipped), skipped[0])
+
+    # -- Compose ------------------------------------------------------------------------------------------------
+
+    async def _compose(self, *arguments: str, timeout_s: float) -> Done:
+        """Compose with Harbor's files and variables, and our override after them. Raises TimeoutError."""
+        result = await asyncio.wait_for(self._run_docker_compose_command(list(arguments), check=False), timeout_s)
+        return Done(result.return_code, result.stdout or "", result.stderr or "")
+
+
+def _is_system(folder: str) -> bool:
+    """Whether a folder is, holds or is part of the system that the verifier runs in."""
+    path = PurePosixPath(re.sub("/+", "/", folder))
+    return any(path == s or s in path.parents or path in s.parents for s in map(PurePosixPath, _SYSTEM))
+
+
+def _smaller(configured: float, asked: float | None) -> Any:
+    """The smaller of two limits, where 0 and None mean no limit."""
+    limits = [value for value in (configured, asked) if value]
+    return min(limits) if limits else type(configured)(0)
+
+
+def _quoted(path: str) -> str:
+    return "'" + path.replace("'", "'\\''") + "'"

@@ -20,9 +20,10 @@ HERE = Path(__file__).resolve().parent
 TARGET = HERE.parents[1] / "rl360" / "tasks" / "bundled" / "small_coding"
 
 # Pass rates at temperature 1 near a third and far higher at 0.7: the model knows them and has to learn to be sure.
-QUICKSTART = ("arithmetic-rectangle_area", "arithmetic-add_three", "arithmetic-abs_diff", "lists-lengths")
-# Never trained on in quickstart; alike in kind, so that what is learned can show.
-QUICKSTART_EVAL = ("arithmetic-square", "logic-max_of_two", "logic-min_of_three", "strings-to_upper")
+# Solved 0.22 to 0.28 of the time at first (32 attempts each, temperature 1, 64 new tokens): room to learn, and a start.
+QUICKSTART = ("arithmetic-average", "arithmetic-half", "logic-is_positive", "strings-to_upper")
+# Never trained on in quickstart; alike in kind, so that what is learned can show. 0.19 to 0.44 at first.
+QUICKSTART_EVAL = ("arithmetic-abs_diff", "arithmetic-last_digit", "arithmetic-rectangle_area", "dicts-has_key")
 
 TASK_TOML = """\
 schema_version = "1.4"

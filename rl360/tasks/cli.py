@@ -23,15 +23,14 @@ from rl360.errors import ConfigError, TaskError
 from rl360.tasks.manifest import MANIFEST_NAME, load_tasks, manifest_path
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress
 
     from rl360.config.schemas import RootConfig
+    from rl360.tasks.calibration import Journal
     from rl360.tasks.validation import ReportFile, TaskReport
-    from rl360.types import Task
+    from rl360.types import Attempt, GroupSpec, Task
 
 EXIT_FINE, EXIT_PROBLEM, EXIT_USAGE = 0, 1, 2
-_TABLE_COLUMNS = 120  # of a table that goes to a file or a pipe
 _OVERRIDE = re.compile(r"^(\+{0,2}|~)[\w./@-]+=")
 
 USAGE = """\
@@ -63,8 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def list_tasks(arguments: Sequence[str]) -> int:
     """List the tasks of a pool with their tags and what is known of them, or every problem of the pool."""
-    from rich.table import Table
-
+    from rl360.tasks import tables
     from rl360.tasks.needs import needs_of
     from rl360.tasks.validation import REPORT_NAME, ReportFile
 
@@ -78,13 +76,10 @@ def list_tasks(arguments: Sequence[str]) -> int:
     found = load_tasks(pool)
     shown = [task for task in found if set(parsed.tag) <= set(task.tags)]
     reports = ReportFile(manifest_path(pool).parent / REPORT_NAME)
-    table = Table(box=None, pad_edge=False)
-    for column in ("task", "tags", "validated", "needs"):
-        table.add_column(column, overflow="fold")
-    for task in shown:
-        verdict = reports.last_verdict(task)
-        table.add_row(task.task_id, ", ".join(task.tags), verdict, needs_of(task.path).in_words)
-    _console().print(table)
+    rows = [
+        (task.task_id, ", ".join(task.tags), reports.last_verdict(task), needs_of(task.path).in_words) for task in shown
+    ]
+    tables.show(("task", "tags", "validated", "needs"), rows)
     domains = Counter(task.domain for task in shown)
     print(f"{len(shown)} tasks in {pool}: {', '.join(f'{count} {tag}' for tag, count in domains.most_common())}")
     return EXIT_FINE
@@ -108,6 +103,7 @@ def validate(arguments: Sequence[str]) -> int:
 
     The report, validation.json, lies beside the manifest. Exit code 0: every task is valid.
     """
+    from rl360.tasks import tables
     from rl360.tasks.validation import REPORT_NAME, ReportFile
 
     parser = _parser("validate", validate)
@@ -135,7 +131,7 @@ def validate(arguments: Sequence[str]) -> int:
         ) from error
     with _kept_or_temporary(parsed.logs) as folder:
         reports = _validate(found, config, report, parsed.jobs, parsed.force, folder)
-    _show_reports(reports)
+    tables.show_reports(reports)
     print(f"report: {report.path}")
     return EXIT_FINE if all(r.verdict == "valid" for r in reports) else EXIT_PROBLEM
 
@@ -144,7 +140,7 @@ def _validate(
     found: Sequence[Task], config: RootConfig, report: ReportFile, jobs: int, force: bool, folder: Path
 ) -> list[TaskReport]:
     """Reports in the order of the tasks; those of unchanged tasks come from the file."""
-    from rl360.tasks import wiring
+    from rl360.tasks import tables, wiring
     from rl360.tasks.cheaters import PROBES
     from rl360.tasks.needs import needs_of
     from rl360.tasks.probe_urls import probe_url
@@ -182,40 +178,130 @@ def _validate(
 
         await asyncio.gather(*(one(task) for task in open_tasks))
 
-    with wiring.probe_workers(config, folder, jobs, _num_cores()) as workers, _progress() as progress:
+    with wiring.probe_workers(config, folder, jobs, _num_cores()) as workers, tables.progress_bar() as progress:
         asyncio.run(run_all(progress))
     return [reports[task.task_id] for task in found]
 
 
-def _show_reports(reports: Sequence[TaskReport]) -> None:
-    from rich.table import Table
+def calibrate(arguments: Sequence[str]) -> int:
+    """Measure how often the model solves each task: K attempts through the rollout that training uses.
 
-    styles = {"valid": "green", "invalid": "red", "unknown": "yellow"}
-    table = Table(box=None, pad_edge=False)
-    for column in ("task", "verdict", "oracle", "no-op", "cheaters", "seconds", "needs"):
-        table.add_column(column, justify="right" if column in ("oracle", "no-op", "seconds") else "left")
-    for report in reports:
-        oracle, no_op, cheater = report.probe("oracle"), report.probe("no-op"), report.highest_cheater
-        scores = [_score(result.reward if result else None) for result in (oracle, no_op)]
-        highest = _score(cheater.reward) if cheater else "-"
-        if cheater and cheater.reward != 0.0:
-            highest += f" {cheater.name}"
-        seconds = f"{oracle.total_s:.2f}" if oracle else "-"
-        verdict = f"[{styles[report.verdict]}]{report.verdict}[/]{' (unchanged)' if report.reused else ''}"
-        table.add_row(report.task_id, verdict, *scores, highest, seconds, report.needs.in_words)
-    console = _console()
-    console.print(table)
-    for report in reports:
-        for problem in report.problems:
-            console.print(f"{report.task_id}: {problem}", markup=False, highlight=False, soft_wrap=True)
-    counts = Counter(str(report.verdict) for report in reports)
-    again = sum(report.reused for report in reports)
-    words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in styles if counts[verdict])
-    print(f"{len(reports)} tasks: {words}; {again} unchanged and not run")
+    Takes the overrides of rl360 run: rl360 tasks calibrate tasks=overfit32 model=smollm2_135m --k 16. The same command
+    continues where it was stopped. Infrastructure failures count in no rate and are tried again by the next run.
+    """
+    from rl360.engine.build import build_tasks, training_sampling
+    from rl360.tasks import calibration, tables, wiring
+
+    parser = _parser("calibrate", calibrate)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for rl360 run")
+    parser.add_argument("-k", "--k", type=_positive, default=16, help="attempts a task (default: 16)")
+    parser.add_argument("--folder", type=Path, help="default: <outputs>/calibration/<model>-<pool>")
+    parser.add_argument("--force", action="store_true", help="begin again, whatever the folder holds")
+    parser.add_argument("--low", type=_share, default=0.2, help="band shown in the table (default: 0.2)")
+    parser.add_argument("--high", type=_share, default=0.4, help="band shown in the table (default: 0.4)")
+    parsed = parser.parse_intermixed_args(arguments)
+    paths, overrides = _split(parsed.overrides)
+    if paths:
+        raise ConfigError(f"tasks calibrate: {paths[0]} is no key=value; try tasks.path={paths[0]}")
+    config = _examined(overrides)
+    tasks, _ = build_tasks(config)
+    pool = manifest_path(config.tasks.path)
+    pool_name = pool.parent.name if pool.name == MANIFEST_NAME else f"{pool.parent.name}-{pool.stem}"
+    default = Path(config.paths.outputs) / "calibration" / f"{config.model.name}-{pool_name}"
+    folder = (parsed.folder or default).absolute()
+    if parsed.force:
+        (folder / calibration.JOURNAL_NAME).unlink(missing_ok=True)
+    settings = wiring.attempt_settings(config)
+    journal = calibration.Journal(folder, settings)
+    groups = calibration.open_groups(tasks, journal, parsed.k, training_sampling(config), config.seed)
+    try:
+        if groups:
+            _make_attempts(config, folder, journal, groups, len(tasks) * parsed.k)
+    finally:
+        journal.close()
+        rates = [calibration.rate_of(task, journal.of(task), parsed.k) for task in tasks]
+        result = calibration.write_result(folder, rates, tasks_path=str(pool.absolute()), k=parsed.k, settings=settings)
+    tables.show_rates(rates, parsed.low, parsed.high)
+    print(f"result: {result}")
+    return EXIT_FINE if all(rate.attempts for rate in rates) else EXIT_PROBLEM
 
 
-def _score(reward: float | None) -> str:
-    return "-" if reward is None else f"{reward:g}"
+def _make_attempts(
+    config: RootConfig, folder: Path, journal: Journal, groups: Sequence[GroupSpec], num_attempts: int
+) -> None:
+    from rl360.rollout.queue import RolloutEvents
+    from rl360.tasks import calibration, tables, wiring
+
+    left = sum(len(group.attempts) for group in groups)
+    with tables.progress_bar() as progress:
+        bar = progress.add_task("starting", total=num_attempts, completed=num_attempts - left)
+
+        def finished(attempt: Attempt) -> None:
+            journal.add(attempt)
+            progress.update(bar, advance=1, description=attempt.spec.task.task_id)
+
+        events = RolloutEvents(lambda spec: None, lambda spec, cause: None, finished, lambda: None)
+        with wiring.policy_rollout(config, folder, events) as rollout:
+            calibration.run(rollout, groups, config.cluster.no_progress_s)
+
+
+def select(arguments: Sequence[str]) -> int:
+    """Write the tasks of a band of pass rates as a new pool, spread over their tags.
+
+    The pool links to the task folders; selection.json says what was chosen and why the others were not.
+    """
+    from rl360.tasks import selection
+
+    parser = _parser("select", select)
+    parser.add_argument("calibration", type=Path, help="folder or calibration.json of rl360 tasks calibrate")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the new pool")
+    parser.add_argument("--low", type=_share, default=selection.REFERENCE_BAND[0], help="default: 0.2, the reference's")
+    parser.add_argument("--high", type=_share, default=selection.REFERENCE_BAND[1], help="default: 0.4")
+    parser.add_argument("--count", type=_positive, help="how many tasks (default: all of the band)")
+    parser.add_argument("--min-attempts", type=_positive, default=1, help="attempts with a verdict (default: 1)")
+    parser.add_argument("--max-failures", type=int, default=0, help="infrastructure failures of a task (default: 0)")
+    parser.add_argument("--copy", action="store_true", help="copy the task folders, do not link to them")
+    parsed = parser.parse_args(arguments)
+    rule = selection.Rule(parsed.low, parsed.high, parsed.count, parsed.max_failures, parsed.min_attempts)
+    source, rates, content = selection.read_calibration(parsed.calibration)
+    choice = selection.choose(rates, rule)
+    wanted = parsed.count or 1
+    if len(choice.chosen) < wanted:
+        reasons = Counter(reason.partition(" ")[0] for reason in choice.left_out.values())
+        known = sorted(rate.rate for rate in rates if rate.rate is not None)
+        spread = f"rates go from {known[0]:.2f} to {known[-1]:.2f}" if known else f"no task has a rate ({reasons})"
+        raise ConfigError(
+            f"select: {len(choice.chosen)} of {len(rates)} tasks from {rule.low:g} to {rule.high:g}, {wanted} wanted; "
+            f"{spread}; try another --low and --high, or a smaller --count"
+        )
+    target = parsed.out.expanduser().absolute()
+    selection.write_selection(target, Path(source), choice, rule, content, parsed.copy)
+    tags = ", ".join(f"{count} {tag}" for tag, count in selection.counts_by_tag(choice.chosen).items())
+    print(f"{len(choice.chosen)} of {len(rates)} tasks ({tags}) in {target}\ntrain on them with tasks.path={target}")
+    return EXIT_FINE
+
+
+def new(arguments: Sequence[str]) -> int:
+    """Make a new task from a template that validates, with its row in the pool's manifest."""
+    from rl360.config.locate import bundled_tasks
+    from rl360.tasks.template import new_task
+
+    parser = _parser("new", new)
+    parser.add_argument("name", help="of the task's folder, such as leap-year")
+    parser.add_argument("--pool", type=Path, default=Path("."), help="folder of the pool (default: the current one)")
+    parser.add_argument("--tag", action="append", help="may be repeated; the first is the domain (default: coding)")
+    parsed = parser.parse_args(arguments)
+    pool = parsed.pool.expanduser()
+    folder = new_task(parsed.name, pool, parsed.tag or ["coding"], bundled_tasks("template") / "count-words")
+    print(
+        f"{folder}: a task that validates. Write over:\n"
+        "  instruction.md    what the agent is asked\n"
+        "  environment/app/  what it finds in /app\n"
+        "  tests/checks.py   what is checked, with the helpers of tests/grading.py\n"
+        "  solution/solve.sh a right answer\n"
+        f"then: rl360 tasks validate {pool} --task {parsed.name}"
+    )
+    return EXIT_FINE
 
 
 # ---- shared ----------------------------------------------------------------------------------------------------------
@@ -249,6 +335,27 @@ def _config(pool: Path, overrides: Sequence[str]) -> RootConfig:
     return loaded.config
 
 
+def _examined(overrides: Sequence[str]) -> RootConfig:
+    """As `rl360 check`, but for what only training needs: evaluation, batch size, room for the optimizer."""
+    from rl360.config.check import examine
+    from rl360.config.compose import Request, compose
+
+    given = {override.partition("=")[0] for override in overrides}
+    training_only = {"evaluation": "evaluation=none", "tasks_per_iteration": "tasks_per_iteration=1"}
+    added = [text for key, text in training_only.items() if key not in given]
+    composed = compose(Request((*added, *overrides)))
+    examined = examine(composed)
+    if problems := [p for p in examined.problems if not p.startswith(("memory:", "disk:"))]:
+        raise ConfigError(problems)
+    if examined.config is not None:
+        return examined.config
+    from rl360.config.check import load
+
+    config = load(composed.values, composed.choices).config
+    assert config is not None
+    return config
+
+
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """(paths, overrides). What exists is a path, whatever it looks like."""
     overrides = [a for a in arguments if _OVERRIDE.match(a) and not Path(a).exists()]
@@ -266,31 +373,15 @@ def _positive(text: str) -> int:
     return value
 
 
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text}; expected a rate from 0 to 1")
+    return value
+
+
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_TABLE_COLUMNS)
-
-
-def _progress() -> Progress:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, TextColumn("{task.description}"), console=console, disable=not console.is_terminal)
 
 
 @contextmanager
@@ -305,5 +396,8 @@ def _kept_or_temporary(folder: Path | None) -> Iterator[Path]:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_tasks,
+    "new": new,
     "validate": validate,
+    "calibrate": calibrate,
+    "select": select,
 }

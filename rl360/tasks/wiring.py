@@ -7,16 +7,20 @@ is where the parts of one command meet; what they do is their own.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rl360.config.schemas import RootConfig
-from rl360.engine.build import ONE_THREAD, TRIAL_ENVIRONMENT, TRIAL_WORKER
+from rl360.engine import build
 from rl360.engine.workers import LocalWorkerGroup
+from rl360.protocols import Rollout
 from rl360.rollout.failures import Action, classify
+from rl360.rollout.queue import RolloutEvents
+from rl360.tasks.calibration import model_fingerprint
 from rl360.types import Session, TrialResult, Turn
 
 PROBE_AGENT = "rl360.tasks.probe_agent:ProbeAgent"
@@ -41,13 +45,50 @@ def probe_workers(config: RootConfig, folder: Path, jobs: int, num_processes: in
         "start_interval_s": config.rollout.start_interval_s,
         "run_id": "validate",
     }
-    environment = {**TRIAL_ENVIRONMENT, **ONE_THREAD}
-    workers = LocalWorkerGroup(TRIAL_WORKER, size, settings, name="trial", log_dir=folder / "logs", env=environment)
+    environment = {**build.TRIAL_ENVIRONMENT, **build.ONE_THREAD}
+    workers = LocalWorkerGroup(
+        build.TRIAL_WORKER, size, settings, name="trial", log_dir=folder / "logs", env=environment
+    )
     try:
         workers.start()
         yield workers
     finally:
         workers.close()
+
+
+@contextmanager
+def policy_rollout(config: RootConfig, folder: Path, events: RolloutEvents) -> Iterator[Rollout]:
+    """The rollout of training without a trainer: the model's weights in an embedded engine, or servers that run."""
+    with ExitStack() as stack:
+        model = _FixedWeights(_load_weights(config)) if config.rollout.engine == "embedded" else _FixedWeights(None)
+        urls, _ = build._engines(config, folder, model, stack)
+        rollout = build._rollout(config, folder, "calibrate", build._gateway(config, folder, urls), events)
+        stack.callback(rollout.close)
+        rollout.start()
+        yield rollout
+
+
+@dataclass(frozen=True, slots=True)
+class _FixedWeights:
+    """What the embedded engine needs of a trainer."""
+
+    decoder: Any
+    version: int = 0
+
+
+def _load_weights(config: RootConfig) -> Any:
+    import torch
+
+    from rl360.models.loading import load_decoder
+
+    device = config.trainer.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(config.trainer.num_threads or len(os.sched_getaffinity(0)))
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    seed = config.seed if config.model.random_init else None
+    return load_decoder(build.model_dir(config), device, dtype, seed).requires_grad_(False)
 
 
 def score_of(trial: TrialResult) -> tuple[float | None, bool, str | None]:
@@ -69,3 +110,18 @@ def score_of(trial: TrialResult) -> tuple[float | None, bool, str | None]:
 def sandbox_settings(config: RootConfig) -> dict[str, Any]:
     """What a validation report depends on besides the task."""
     return asdict(config.sandbox)
+
+
+def attempt_settings(config: RootConfig) -> dict[str, Any]:
+    """What a pass rate depends on besides the task."""
+    return {
+        "model": config.model.name,
+        "weights": model_fingerprint(build.model_dir(config)) if config.rollout.engine == "embedded" else "external",
+        "tool_parser": config.model.tool_parser,
+        "reasoning_parser": config.model.reasoning_parser,
+        "sampling": asdict(build.training_sampling(config)),
+        "agent": asdict(config.agent),
+        "sandbox": asdict(config.sandbox),
+        "reward": {name: asdict(entry) for name, entry in config.reward.items()},
+        "seed": config.seed,
+    }

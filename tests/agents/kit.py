@@ -45,6 +45,32 @@ class LocalEnvironment:
         Path(str(target_path).replace("/app", str(self.app))).write_bytes(Path(source_path).read_bytes())
 
 
+class Terminal:
+    """Stands for the tmux session: remembers keystrokes, shows how many there were."""
+
+    def __init__(self, ends_after: int = 1000) -> None:
+        self.keys: list[str] = []
+        self.ends_after = ends_after
+
+    async def is_session_alive(self) -> bool:
+        return len(self.keys) < self.ends_after
+
+    async def get_incremental_output(self) -> str:
+        return f"$ ({len(self.keys)})"
+
+    async def send_keys(self, keys: str, **_: Any) -> None:
+        self.keys.append(keys)
+
+
+class NoSandbox:
+    """For agents that must not run anything by themselves."""
+
+    default_user = None
+
+    async def exec(self, command: str, **_: Any) -> Any:
+        raise AssertionError(command)
+
+
 class Endpoint:
     """Answers with `script`, one entry a request: text, tool calls, (status, text), or a whole completion."""
 

@@ -11,31 +11,7 @@ import pytest
 from harbor.models.agent.context import AgentContext  # isort: skip
 from rl360.agents.endpoint import InternalServerError
 from rl360.agents.terminus_2 import CUT, Terminus2Agent
-from tests.agents.kit import TOKENS_USED, TURNS_USED, Endpoint, completion, make, serving
-
-
-class Terminal:
-    """Stands for the tmux session: remembers keystrokes, shows how many there were."""
-
-    def __init__(self, ends_after: int = 1000) -> None:
-        self.keys: list[str] = []
-        self.ends_after = ends_after
-
-    async def is_session_alive(self) -> bool:
-        return len(self.keys) < self.ends_after
-
-    async def get_incremental_output(self) -> str:
-        return f"$ ({len(self.keys)})"
-
-    async def send_keys(self, keys: str, **_: Any) -> None:
-        self.keys.append(keys)
-
-
-class Sandbox:
-    default_user = None
-
-    async def exec(self, command: str, **_: Any) -> Any:
-        raise AssertionError(command)
+from tests.agents.kit import TOKENS_USED, TURNS_USED, Endpoint, NoSandbox, Terminal, completion, make, serving
 
 
 def act(*keys: str, complete: bool = False) -> str:
@@ -54,7 +30,7 @@ async def run(
         agent = make(Terminus2Agent, folder, endpoint.url, **{"max_turns": 10, **kwargs})
         agent._session = terminal
         try:
-            await agent.run("Do it.", Sandbox(), context)
+            await agent.run("Do it.", NoSandbox(), context)
         finally:
             assert context.metadata is not None
             endpoint.metadata = context.metadata  # type: ignore[attr-defined]
@@ -120,7 +96,7 @@ async def test_one_request_for_a_failure_that_stays(tmp_path: Path) -> None:
         agent = make(Terminus2Agent, tmp_path, endpoint.url, max_turns=2, request_retries=0)
         agent._session = Terminal()
         with pytest.raises(InternalServerError):
-            await agent.run("Do it.", Sandbox(), context)
+            await agent.run("Do it.", NoSandbox(), context)
     assert len(endpoint.requests) == 1
     assert context.metadata is not None
     assert context.metadata["stop"] == "agent_error"

@@ -76,10 +76,11 @@ def read_part(run_dir: Path, name: str, start: int | None = None) -> Part:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise FileNotFoundError(name) from error
+    info = os.fstat(handle)
+    if not stat.S_ISREG(info.st_mode) or not _is_at(handle, path):
+        os.close(handle)
+        raise FileNotFoundError(name)
     with os.fdopen(handle, "rb") as file:
-        info = os.fstat(file.fileno())
-        if not stat.S_ISREG(info.st_mode) or not _is_at(file.fileno(), path):
-            raise FileNotFoundError(name)
         first = max(0, info.st_size - PART_BYTES) if start is None else min(max(0, start), info.st_size)
         file.seek(first)
         data = file.read(PART_BYTES)

@@ -1,6 +1,7 @@
 # Sourced on a CUDA host without a package index: unpack the offline bundle and bubblewrap, and put both on the path.
 #
-# In: /tmp/rl360-parts/bundle.part* (tar.xz in pieces) and Debian's bubblewrap and libcap2 packages beside them.
+# In: /tmp/rl360-parts/bundle.part* (tar.xz in pieces), Debian's bubblewrap and libcap2 packages beside them, and extra/ with
+# Python packages that the host lacks for the tests (pytest-asyncio).
 # Out: /tmp/rl360/site with SGLang, Megatron, Ray, Harbor and the rest; bwrap; the model as an HF folder in $RL360_MODELS.
 set -euo pipefail
 parts=/tmp/rl360-parts
@@ -10,7 +11,7 @@ if [ ! -e /tmp/rl360/ready ]; then
     for package in "$parts"/*.deb; do dpkg -x "$package" /tmp/rl360/debian; done
     touch /tmp/rl360/ready
 fi
-export PYTHONPATH="$PWD:/tmp/rl360/site${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD:/tmp/rl360/site:$parts/extra${PYTHONPATH:+:$PYTHONPATH}"
 export PATH="/tmp/rl360/site/bin:/tmp/rl360/debian/usr/bin:$PATH"
 export LD_LIBRARY_PATH="/tmp/rl360/debian/lib/x86_64-linux-gnu:/tmp/rl360/debian/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export HARBOR_TELEMETRY=0 LITELLM_LOCAL_MODEL_COST_MAP=True TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1

@@ -82,7 +82,8 @@ def run(arguments: Sequence[str]) -> int:
     if parsed.cfg or parsed.help:
         composed = compose_points(request)[0] if parsed.multirun else compose(request)
         problems = list(composed.problems) if parsed.help else _key_problems(composed)
-        return _report(problems) or _hydra(arguments)
+        single = [argument for argument in arguments if argument not in ("-m", "--multirun")]
+        return _report(problems) or _hydra(single)  # Hydra prints one config or runs several, not both
     if (folder := resume_folder(request)) is not None:
         if request.multirun:
             return _report(["resume: continues one run; leave out -m"])
@@ -186,9 +187,23 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Hydra's flags, whole: abbreviated, `--experiment=x` would mean --experimental-rerun and start the default run."""
     from hydra._internal.utils import get_args_parser
 
-    return get_args_parser().parse_args(list(arguments))
+    parser = get_args_parser()
+    parser.allow_abbrev = False
+    parsed, unknown = parser.parse_known_args(list(arguments))
+    if unknown:
+        raise ConfigError([_unknown_argument(argument) for argument in unknown])
+    return parsed
+
+
+def _unknown_argument(argument: str) -> str:
+    if not argument.startswith("-"):
+        return f"{argument}: stands behind a flag that keeps it from being read; write flags first, such as -m seed=0,1"
+    if "=" in argument:
+        return f"{argument}: no such flag; keys are written without dashes: {argument.lstrip('-')}"
+    return f"{argument}: no such flag; there are: -m, --cfg job, --help, --info, and those of --hydra-help"
 
 
 def _request(parsed: argparse.Namespace) -> Request:

@@ -210,8 +210,27 @@ def test_cfg_job_prints_and_checks_keys(said):
     code, out, _ = said("run", "experiment=quickstart", "--cfg", "job")
     assert code == 0
     assert "learning_rate: 2.0e-05" in out
+    code, out, _ = said("sweep", "learning_rate", "--cfg", "job")
+    assert (code, "name: learning_rate" in out) == (0, True)
     code, out, err = said("run", "algorithm.clip_hihg=1", "--cfg", "job")
     assert (code, "did you mean clip_high?" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--experiment=quickstart", "keys are written without dashes: experiment=quickstart"),
+        ("--trainer.learning_rate=1", "keys are written without dashes: trainer.learning_rate=1"),
+        ("--multi", "no such flag"),
+    ],
+)
+def test_a_flag_that_is_none_starts_nothing(said, monkeypatch, given, expected):
+    """argparse takes `--experiment` for the beginning of Hydra's --experimental-rerun, and would run the default."""
+    monkeypatch.setattr(cli, "_start", lambda *_, **__: pytest.fail("a run was started"))
+    code, _, err = said("run", given)
+    assert (code, expected in err) == (1, True), err
+    code, _, err = said("check", "seed=1", "-m", "iterations=2,3")
+    assert (code, "iterations=2,3: stands behind a flag" in err) == (1, True)
 
 
 @pytest.mark.parametrize("command", ["run", "check"])
@@ -226,7 +245,7 @@ def test_help_shows_the_groups(said, command):
 @pytest.mark.parametrize(
     ("line", "completions"),
     [
-        ("rl360 ", "run check sweep tasks model doctor"),
+        ("rl360 ", " ".join(cli.COMMANDS)),
         ("rl360 ch", "check"),
         ("rl360 run algorithm.clip_", "algorithm.clip_high= algorithm.clip_low="),
         ("rl360 check experiment=quick", "experiment=quickstart"),

@@ -26,7 +26,7 @@ class Needs:
     agent_timeout_s: float | None
     verifier_timeout_s: float | None
     agent_user: str | int | None  # null: the image's own, usually root
-    verifier: str  # shared: in the agent's sandbox | separate: in a sandbox of its own, with the artifacts only
+    verifier: str  # environment_mode: separate | shared | default, which is the sandbox's safest
 
     @property
     def in_words(self) -> str:
@@ -36,7 +36,7 @@ class Needs:
             words.append(f"network {self.network}")
         if self.memory_mib:
             words.append(f"{self.memory_mib} MiB")
-        if self.verifier != "shared":
+        if self.verifier != "default":
             words.append(f"{self.verifier} verifier")
         return ", ".join(words)
 
@@ -45,7 +45,7 @@ def needs_of(folder: Path) -> Needs:
     """Raises OSError or tomllib.TOMLDecodeError for a folder that validate_layout refuses."""
     config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
     environment, verifier = _table(config, "environment"), _table(config, "verifier")
-    separate = verifier.get("environment_mode") == "separate" or "environment" in verifier
+    where = verifier.get("environment_mode") or ("separate" if "environment" in verifier else "default")
     return Needs(
         image=str(environment.get("docker_image") or _base_image(folder / "environment" / "Dockerfile")),
         network=str(environment.get("network_mode", "unsaid")),
@@ -55,7 +55,7 @@ def needs_of(folder: Path) -> Needs:
         agent_timeout_s=_table(config, "agent").get("timeout_sec"),
         verifier_timeout_s=verifier.get("timeout_sec"),
         agent_user=_table(config, "agent").get("user"),
-        verifier="separate" if separate else "shared",
+        verifier=str(where),
     )
 
 

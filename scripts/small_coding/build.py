@@ -1,8 +1,10 @@
-"""Write the bundled pool of small coding tasks from pool.jsonl.
+"""Write the two bundled pools of small coding tasks from pool.jsonl.
 
 In: pool.jsonl (instruction, tests as `call==value`, a right solution, measured pass rates of SmolLM2-135M-Instruct over
-8 samples) and grader.py, beside this file. Out: rl360/tasks/bundled/small_coding: one Harbor task folder a row, and the
-manifests. Run it after changing either; tests/tasks/test_bundled.py fails when the folder is not what this writes.
+8 samples), grader.py and examples.py, beside this file. Out: in rl360/tasks/bundled, small_coding (the answer is one
+reply) and small_coding_repair (the answer is a file, and /app/examples.py says what is wrong with it): one Harbor task
+folder a row, and the manifests. Run it after changing any; tests/tasks/test_bundled.py fails when the folders are not
+what this writes.
 
     python scripts/small_coding/build.py [FOLDER]
 """
@@ -17,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-TARGET = HERE.parents[1] / "rl360" / "tasks" / "bundled" / "small_coding"
+TARGET = HERE.parents[1] / "rl360" / "tasks" / "bundled"
+POOL, REPAIR_POOL = "small_coding", "small_coding_repair"
 
 # Pass rates at temperature 1 near a third and far higher at 0.7: the model knows them and has to learn to be sure.
 # Solved 0.22 to 0.28 of the time at first (32 attempts each, temperature 1, 64 new tokens): room to learn, and a start.
@@ -31,7 +34,7 @@ schema_version = "1.4"
 [metadata]
 category = "{tag}"
 difficulty = "easy"
-pass_rate_t1 = {rate_1}  # of SmolLM2-135M-Instruct, 8 samples
+pass_rate_t1 = {rate_1}  # of SmolLM2-135M-Instruct, 8 samples{note}
 pass_rate_t07 = {rate_07}
 
 [environment]
@@ -49,11 +52,17 @@ DOCKERFILE = """\
 FROM python:3.12-slim
 WORKDIR /app
 """
+REPAIR_DOCKERFILE = DOCKERFILE + "COPY examples.py /app/examples.py\n"
+
+ONE_REPLY = "Reply with one ```python code block and nothing else."
+A_FILE = "Write it to the file /app/solution.py. `python3 /app/examples.py` tries it and says what is wrong."
+EMPTY_VALUES = 'FUNCTION = ""\nEXAMPLES = []\n'  # of examples.py, where each task's own values go
+MAX_EXAMPLES = 2  # fewer than a task has cases, so that the examples are never all of the tests
 
 TEST_SH = """\
 #!/bin/sh
 # The reward is 0 until the grader says otherwise. -I -S: nothing that the agent installed is imported.
-PATH=/usr/local/bin:/usr/bin:/bin
+PATH=/usr/local/bin:/usr/bin:/bin:/opt/python/bin
 export PATH
 mkdir -p /logs/verifier
 exec python3 -I -S -B /tests/test_solution.py /app/solution.py /logs/verifier/reward.txt
@@ -89,20 +98,35 @@ def parse_test(test: str) -> tuple[str, tuple[Any, ...], Any]:
     return call.func.id, arguments, ast.literal_eval(comparison.comparators[0])
 
 
-def write_task(row: dict[str, Any], folder: Path) -> None:
+def instruction(row: dict[str, Any], repair: bool) -> str:
+    text = str(row["instruction"])
+    assert text.endswith(ONE_REPLY), text
+    return text.removesuffix(ONE_REPLY) + A_FILE if repair else text
+
+
+def write_task(row: dict[str, Any], folder: Path, repair: bool) -> None:
     tests = [parse_test(test) for test in row["tests"]]
-    cases = "".join(f"    ({arguments!r}, {expected!r}),\n" for _, arguments, expected in tests)
+    cases = [f"    ({arguments!r}, {expected!r}),\n" for _, arguments, expected in tests]
     files = {
-        "instruction.md": row["instruction"] + "\n",
+        "instruction.md": instruction(row, repair) + "\n",
         "task.toml": TASK_TOML.format(
-            tag=row["id"].split("/")[0], rate_1=row["pass_rate_t1.0"], rate_07=row["pass_rate_t0.7"]
+            tag=row["id"].split("/")[0],
+            rate_1=row["pass_rate_t1.0"],
+            rate_07=row["pass_rate_t0.7"],
+            note=" of one reply" if repair else "",
         ),
-        "environment/Dockerfile": DOCKERFILE,
+        "environment/Dockerfile": REPAIR_DOCKERFILE if repair else DOCKERFILE,
         "tests/test.sh": TEST_SH,
         "tests/test_solution.py": (HERE / "grader.py").read_text(encoding="utf-8"),
-        "tests/cases.py": CASES_PY.format(function=tests[0][0], cases=cases),
+        "tests/cases.py": CASES_PY.format(function=tests[0][0], cases="".join(cases)),
         "solution/solve.sh": SOLVE_SH.format(solution=row["solution"]),
     }
+    if repair:
+        shown = "".join(cases[: min(MAX_EXAMPLES, len(cases) - 1)])
+        values = f"FUNCTION = {tests[0][0]!r}\nEXAMPLES = [\n{shown}]\n"
+        program = (HERE / "examples.py").read_text(encoding="utf-8")
+        assert program.count(EMPTY_VALUES) == 1
+        files["environment/examples.py"] = program.replace(EMPTY_VALUES, values)
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,27 +134,32 @@ def write_task(row: dict[str, Any], folder: Path) -> None:
         path.chmod(0o755 if name.endswith(".sh") else 0o644)
 
 
-def manifest_row(row: dict[str, Any]) -> str:
-    metadata = {"instance_id": task_id(row), "tags": [row["id"].split("/")[0], "coding"]}
-    return json.dumps({"prompt": row["instruction"], "metadata": metadata}) + "\n"
+def manifest_row(row: dict[str, Any], repair: bool) -> str:
+    tags = [row["id"].split("/")[0], "coding", *(["multi_turn"] if repair else [])]
+    metadata = {"instance_id": task_id(row), "tags": tags}
+    return json.dumps({"prompt": instruction(row, repair), "metadata": metadata}) + "\n"
 
 
 def build(target: Path) -> None:
-    """Write the whole pool into `target`, replacing what is there."""
+    """Write both pools into `target`, replacing what is there."""
     rows = [json.loads(line) for line in (HERE / "pool.jsonl").read_text(encoding="utf-8").splitlines()]
     by_id = {task_id(row): row for row in rows}
     assert len(by_id) == len(rows), "two rows share an id"
-    shutil.rmtree(target, ignore_errors=True)
-    for name, row in by_id.items():
-        write_task(row, target / name)
     manifests = {
         "harbor_records.jsonl": tuple(by_id),
         "overfit32.jsonl": tuple(name for name, row in by_id.items() if row["overfit32"]),
         "quickstart.jsonl": QUICKSTART,
         "quickstart_eval.jsonl": QUICKSTART_EVAL,
     }
-    for name, ids in manifests.items():
-        (target / name).write_text("".join(manifest_row(by_id[i]) for i in ids), encoding="utf-8")
+    for pool in (POOL, REPAIR_POOL):
+        repair = pool == REPAIR_POOL
+        shutil.rmtree(target / pool, ignore_errors=True)
+        for name, row in by_id.items():
+            write_task(row, target / pool / name, repair)
+        for name, ids in manifests.items():
+            if not (repair and name.startswith("quickstart")):
+                lines = [manifest_row(by_id[i], repair) for i in ids]
+                (target / pool / name).write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

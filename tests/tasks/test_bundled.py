@@ -1,4 +1,4 @@
-"""The bundled pool: it is what its script writes, right answers score 1, and nothing else does."""
+"""The bundled pools of small functions: as their script writes them; right answers score 1, and nothing else does."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import rl360
 from rl360.tasks import load_tasks
 
 POOL = Path(rl360.__file__).parent / "tasks" / "bundled" / "small_coding"
+REPAIR_POOL = POOL.with_name("small_coding_repair")
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "small_coding"
 # What a sandbox has; of the host's, the one that a view of /usr shows. It may be older than ours.
 SANDBOX_PYTHON = shutil.which("python3", path="/usr/bin:/bin") or sys.executable
@@ -161,20 +162,31 @@ def run_in_bubblewrap(task_id: str, stage: Path, source: str | None, *, uid: int
     return (stage / "logs" / "verifier" / "reward.txt").read_text()
 
 
-@pytest.mark.skipif(not ROWS, reason="the pool's script is in a checkout only")
-def test_the_pool_is_what_its_script_writes(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(SCRIPTS / "build.py"), str(tmp_path / "pool")], check=True)
-    names = sorted(str(p.relative_to(tmp_path / "pool")) for p in (tmp_path / "pool").rglob("*") if p.is_file())
-    committed = [p for p in POOL.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
-    assert names == sorted(str(p.relative_to(POOL)) for p in committed)
-    _, different, unreadable = filecmp.cmpfiles(tmp_path / "pool", POOL, names, shallow=False)
-    assert (different, unreadable) == ([], [])
+@pytest.mark.skipif(not ROWS, reason="the pools' script is in a checkout only")
+def test_the_pools_are_what_their_script_writes(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(SCRIPTS / "build.py"), str(tmp_path)], check=True)
+    for pool in (POOL, REPAIR_POOL):
+        written = tmp_path / pool.name
+        names = files_of(written)
+        assert names == files_of(pool)
+        _, different, unreadable = filecmp.cmpfiles(written, pool, names, shallow=False)
+        assert (different, unreadable) == ([], [])
     assert os.access(POOL / "lists-lengths" / "tests" / "test.sh", os.X_OK)
+
+
+def files_of(pool: Path) -> list[str]:
+    """Relative paths of a pool, but for caches and the reports of `rl360 tasks validate`."""
+    files = (path.relative_to(pool) for path in pool.rglob("*") if path.is_file())
+    return sorted(str(f) for f in files if "__pycache__" not in f.parts and f.name != "validation.json")
 
 
 def test_the_pools_sizes() -> None:
     assert len(load_tasks(POOL)) == 62
-    assert len(load_tasks(POOL / "overfit32.jsonl")) == 32
+    assert [task.task_id for task in load_tasks(REPAIR_POOL)] == [task.task_id for task in load_tasks(POOL)]
+    for pool in (POOL, REPAIR_POOL):
+        few = load_tasks(pool / "overfit32.jsonl")
+        assert len(few) == 32
+        assert {task.domain for task in few} == {"arithmetic", "dicts", "lists", "logic", "strings"}
     train = {t.task_id for t in load_tasks(POOL / "quickstart.jsonl")}
     held_out = {t.task_id for t in load_tasks(POOL / "quickstart_eval.jsonl")}
     assert len(train) == len(held_out) == 4
@@ -275,3 +287,52 @@ def test_a_tuple_is_not_a_list(stage: Path) -> None:
     reward, said = run_grader("lists-reverse_list", stage, "def reverse_list(xs):\n    return tuple(xs[::-1])\n")
     assert reward == "0\n"
     assert "wrong value (3, 2, 1)" in said
+
+
+def try_examples(task_id: str, stage: Path, source: str | None) -> tuple[int, str]:
+    """Run examples.py of the repair pool beside a solution, as an agent would."""
+    shutil.copy(REPAIR_POOL / task_id / "environment" / "examples.py", stage / "app" / "examples.py")
+    if source is not None:
+        (stage / "app" / "solution.py").write_text(source)
+    command = [SANDBOX_PYTHON, "-B", str(stage / "app" / "examples.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (None, "there is no /app/solution.py"),
+        ("def square(n):\n    return n = n", "SyntaxError: invalid syntax (line 2)"),
+        ("x = 1\nimport nothing_there", "ModuleNotFoundError: No module named 'nothing_there' (line 2)"),
+        ("def sqare(n):\n    return n * n", "/app/solution.py does not define square"),
+        ("def square(n):\n    return n + n", "square(5) gave 10, expected 25"),
+        ("def square(n):\n    m = 2\n    return m * k", "square(5) raised NameError: name 'k' is not defined (line 3)"),
+        ("import sys\nsys.exit(0)", "SystemExit: 0 (line 2)"),
+    ],
+)
+def test_examples_say_what_is_wrong(source: str | None, said: str, stage: Path) -> None:
+    assert try_examples("arithmetic-square", stage, source) == (1, said + "\n")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=TASK_IDS)
+def test_examples_take_the_right_answer_and_are_not_all_of_the_tests(row: dict[str, str], stage: Path) -> None:
+    task_id = row["id"].replace("/", "-")
+    assert try_examples(task_id, stage, row["solution"]) == (0, "the examples are right\n")
+    shown: dict[str, list[object]] = {}
+    head = (REPAIR_POOL / task_id / "environment" / "examples.py").read_text().partition("SOLUTION =")[0]
+    exec(head, shown)
+    hidden: dict[str, list[object]] = {}
+    exec((REPAIR_POOL / task_id / "tests" / "cases.py").read_text(), hidden)
+    assert shown["EXAMPLES"] == hidden["CASES"][: len(shown["EXAMPLES"])]
+    assert 1 <= len(shown["EXAMPLES"]) < len(hidden["CASES"])
+
+
+@pytest.mark.slow
+def test_examples_end(stage: Path) -> None:
+    source = "def square(n):\n    while True:\n        pass\n"
+    assert try_examples("arithmetic-square", stage, source) == (
+        1,
+        "square(5) raised TimeoutError: no answer after 5 s (line 3)\n",
+    )

@@ -1,0 +1,5 @@
+#!/bin/sh
+cat >/app/solution.py <<'SOLUTION'
+def average(a, b):
+    return (a + b) / 2
+SOLUTION

@@ -1,0 +1,5 @@
+#!/bin/sh
+cat >/app/solution.py <<'SOLUTION'
+def get_value(d, key):
+    return d.get(key)
+SOLUTION

@@ -1,0 +1,5 @@
+#!/bin/sh
+cat >/app/solution.py <<'SOLUTION'
+def merge_dicts(a, b):
+    return {**a, **b}
+SOLUTION

@@ -1,0 +1,5 @@
+#!/bin/sh
+cat >/app/solution.py <<'SOLUTION'
+def unique(xs):
+    return sorted(set(xs))
+SOLUTION

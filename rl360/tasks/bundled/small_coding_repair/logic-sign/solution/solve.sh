@@ -1,0 +1,5 @@
+#!/bin/sh
+cat >/app/solution.py <<'SOLUTION'
+def sign(n):
+    return (n > 0) - (n < 0)
+SOLUTION

@@ -27,11 +27,11 @@ from rl360.viewer.server import make_app
 from tests.engine.records import make_attempt, make_spec
 
 SCRIPT = "<script>alert('stolen')</script>"
-BREAKOUT = "\"><img src=x onerror=alert(1)></pre></textarea><!--"
+BREAKOUT = '"><img src=x onerror=alert(1)></pre></textarea><!--'
 
 
 def write_run(run_dir: Path, model: Path | None = None) -> Path:
-    """Iteration 0: groups a and b (tags coding, easy / tools) and an evaluation; 1: one decided, one finished, one open.
+    """Iteration 0: groups a and b (tags coding, easy / tools) and an evaluation; 1: tries decided, finished and open.
 
     Group a has rewards 0, 1, 0.25 and a masked member that was requeued once before.
     """
@@ -41,7 +41,10 @@ def write_run(run_dir: Path, model: Path | None = None) -> Path:
         f"name: demo\nseed: 3\niterations: 5\ngroup_size: 4\nmodel:\n  name: tiny\n  path: {path}\n"
     )
     rows = [
-        *[(make_attempt(make_spec(member=i), reward=r), OutcomeKind.TRAINED, None) for i, r in enumerate((0.0, 1.0, 0.25))],
+        *[
+            (make_attempt(make_spec(member=i), reward=r), OutcomeKind.TRAINED, None)
+            for i, r in enumerate((0.0, 1.0, 0.25))
+        ],
         (make_spec(member=3), OutcomeKind.REQUEUED, "worker_died"),
         (make_attempt(make_spec(member=3, try_number=1), reward=None), OutcomeKind.MASKED, "sandbox_died"),
         *[
@@ -70,16 +73,22 @@ def write_run(run_dir: Path, model: Path | None = None) -> Path:
 
 
 def hostile(spec: AttemptSpec) -> Attempt:
-    """Two segments, two versions, a tool call, and text that tries to be markup everywhere a model or task can write."""
+    """Two segments, two versions, a tool call, and text that tries to be markup wherever a model or task can write."""
     ids = np.arange(12, dtype=np.int32)
     mask = np.array([False] * 4 + [True] * 8)
     logprobs = np.where(mask, np.linspace(0.0, -6.0, 12), 0.0).astype(np.float32)
     segment = Segment(ids, mask, logprobs, (VersionSpan(0, 4, 8), VersionSpan(1, 8, 12)))
     second = replace(segment, parent=0, fork_reason=f"history {SCRIPT}")
-    call = {"id": "c1", "type": "function", "function": {"name": f"bash{SCRIPT}", "arguments": '{"command": "ls\\nid"}'}}
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": f"bash{SCRIPT}", "arguments": '{"command": "ls\\nid"}'},
+    }
     answer = {"role": "assistant", "content": f"{SCRIPT}{BREAKOUT}", "reasoning_content": SCRIPT, "tool_calls": [call]}
     turns = (
-        Turn(({"role": f"user{SCRIPT}", "content": [{"type": "text", "text": SCRIPT}]},), answer, "length", 4, 4, 0.5, 0),
+        Turn(
+            ({"role": f"user{SCRIPT}", "content": [{"type": "text", "text": SCRIPT}]},), answer, "length", 4, 4, 0.5, 0
+        ),
         Turn(
             ({"role": "tool", "content": "a\x00\x1b[31m\u202eb", "tool_call_id": SCRIPT},),
             {"role": "assistant", "content": None, "odd": SCRIPT},

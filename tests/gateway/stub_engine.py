@@ -163,8 +163,8 @@ class StubEngine:
 
 
 @asynccontextmanager
-async def serve(model: StubModel) -> AsyncIterator[str]:
-    """The stub behind HTTP; yields its URL. "refused" cuts the connection before an answer."""
+async def serve(model: StubModel, port: int = 0) -> AsyncIterator[str]:
+    """The stub behind HTTP; yields its URL. "refused" cuts the connection before an answer. Port 0: a free one."""
 
     async def generate(request: web.Request) -> web.Response:
         payload = await request.json()
@@ -191,9 +191,9 @@ async def serve(model: StubModel) -> AsyncIterator[str]:
     app.router.add_post("/generate", generate)
     app.router.add_post("/abort_request", abort)
     app.router.add_get("/health", health)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"

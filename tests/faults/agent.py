@@ -1,0 +1,67 @@
+"""A Harbor agent that does what its task's instruction says, in JSON: the faults need agents that are busy on cue.
+
+    {"turns": 2, "run": ["commands"], "first": ["commands of the first try only"], "timeout_s": 30}
+
+It talks to the model `turns` times, then runs the commands in the sandbox. It repeats nothing and hides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+from harbor.agents.agent_auth_resolution import ModelConnectionSpec
+from harbor.agents.base import BaseAgent
+from harbor.agents.capabilities import AgentCapabilities
+from harbor.environments.base import BaseEnvironment
+from harbor.models.agent.context import AgentContext
+
+
+class InternalServerError(RuntimeError):
+    """5xx; one of Harbor's names."""
+
+
+class APIConnectionError(RuntimeError):
+    """No answer; one of Harbor's names."""
+
+
+class CueAgent(BaseAgent):
+    MODEL_CONNECTION = ModelConnectionSpec(base_url_destination_names={"default": None})
+    capabilities = AgentCapabilities(base_url=True)
+
+    @staticmethod
+    def name() -> str:
+        return "on-cue"
+
+    def version(self) -> str:
+        return "1"
+
+    async def setup(self, environment: BaseEnvironment) -> None: ...
+
+    async def set_web_tools_disabled(self, disabled: bool, environment: BaseEnvironment) -> None: ...
+
+    async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
+        cue = json.loads(instruction)
+        context.metadata = {"format_ok": True, "stop": "finished"}
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+        for _ in range(cue.get("turns", 1)):
+            messages.append(await self._ask(messages, cue.get("timeout_s", 30.0)))
+            messages.append({"role": "user", "content": "more"})
+        first = ".t0/" in str(self._base_url)
+        for command in [*(cue.get("first", []) if first else []), *cue.get("run", [])]:
+            await environment.exec(command)
+
+    async def _ask(self, messages: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        url = f"{self._base_url}/chat/completions"
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as client,
+                client.post(url, json={"messages": messages}) as response,
+            ):
+                if response.status != 200:
+                    raise InternalServerError(f"{response.status}: {(await response.text())[:300]}")
+                return dict((await response.json())["choices"][0]["message"])
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise APIConnectionError(f"{type(error).__name__}: {error}") from error

@@ -37,10 +37,6 @@ class WorkerDied(InfrastructureError):
     """A worker process ended while calls to it were open."""
 
 
-class NoProgress(RL360Error):
-    """The watchdog gave up: names the stage and whom it waited for."""
-
-
 class TooManyFailures(RL360Error):
     """More infrastructure failures in one iteration than `rollout.max_masked_share` allows."""
 

@@ -96,7 +96,7 @@ def training_sampling(config: RootConfig) -> Sampling:
 
 def load_class(target: str, allow: Sequence[str] = ()) -> Any:
     """Import `package.module.Class`. Raises `ConfigError` for a target that is not allowed or not there."""
-    prefixes = (*OWN_PREFIXES, *allow)
+    prefixes = (*OWN_PREFIXES, *(f"{name.rstrip('.')}." for name in allow))
     if not target.startswith(prefixes):
         raise ConfigError(f"_target_ {target}: not allowed; expected one of {', '.join(prefixes)} (see allow_targets)")
     module_name, _, name = target.rpartition(".")

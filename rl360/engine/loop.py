@@ -77,7 +77,7 @@ class TrainingLoop:
         iteration = self.state.iteration
         with self.watchdog.stage("rollout"):
             groups = self.collect(iteration)
-        rollout_s = time.monotonic() - began
+        wait_s = time.monotonic() - began
 
         outcomes, kept = self.decide(groups)
         self.check_failures(iteration, outcomes)
@@ -91,7 +91,7 @@ class TrainingLoop:
             **rollout_metrics(groups, kept, self.state.version),
             **outcome_metrics(outcomes),
             **update.metrics,
-            "time/rollout_s": rollout_s,
+            "time/wait_s": wait_s,
             "time/publish_s": publish_s,
             "time/step_s": time.monotonic() - began,
             "time/cpu_s": process_tree_cpu_s() - cpu_began,
@@ -240,6 +240,10 @@ class TrainingLoop:
 
 
 def throughput(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
-    """Sampled tokens a second of the whole step. Trajectories per GPU hour need GPUs and are the trainer's to add."""
-    tokens = sum(a.num_sampled_tokens for g in groups for a in g.attempts)
-    return {"perf/tokens_per_s": tokens / max(metrics["time/step_s"], 1e-9)}
+    """Sampled tokens a second of the whole step, and valid attempts an hour and GPU where the trainer counts GPUs."""
+    step_s = max(metrics["time/step_s"], 1e-9)
+    attempts = [a for g in groups for a in g.attempts]
+    found = {"perf/tokens_per_s": sum(a.num_sampled_tokens for a in attempts) / step_s}
+    if gpus := metrics.get("perf/gpus", 0.0):
+        found["perf/trajectories_per_gpu_hour"] = sum(a.valid for a in attempts) * 3600.0 / step_s / gpus
+    return found

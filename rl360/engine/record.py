@@ -7,6 +7,7 @@ here which finished attempts are still good, and under which number an attempt i
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from rl360.types import (
     GroupSpec,
     Outcome,
     OutcomeKind,
+    Purpose,
 )
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,8 @@ class RunRecord:
         self._journal = Journal(run_dir)
         self._trajectories = Trajectories(run_dir)
         self.loggers = list(loggers)
-        self.iterations_done = 0
+        self._requeued_lock = threading.Lock()
+        self._requeued = 0  # training tries since the last row of metrics
 
     # ---- rollout events ----------------------------------------------------------------------------------------------
 
@@ -47,6 +50,8 @@ class RunRecord:
 
     def requeued(self, spec: AttemptSpec, cause: str) -> None:
         outcome = outcome_of(spec, OutcomeKind.REQUEUED, cause)
+        with self._requeued_lock:
+            self._requeued += spec.purpose is Purpose.TRAIN
         self._ledger.record(outcome)
         self._trajectories.write([(spec, outcome)])
 
@@ -73,7 +78,6 @@ class RunRecord:
         ]
         self._ledger.record([outcome for _, outcome in rows])
         self._trajectories.write(rows)
-        self.iterations_done = iteration
         still_open = {one.try_id for one in open_tries}
         return [attempt for try_id, attempt in usable.items() if try_id in still_open]
 
@@ -95,7 +99,9 @@ class RunRecord:
         self._trajectories.write(list(zip(attempts, outcomes, strict=True)))
 
     def metrics(self, iteration: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        self.iterations_done = iteration + 1
+        with self._requeued_lock:
+            metrics = {**metrics, "rollout/samples_requeued": float(self._requeued)}
+            self._requeued = 0
         for logger in self.loggers:
             logger.log(iteration, metrics)
             for index, text in enumerate(sample_texts(groups)):

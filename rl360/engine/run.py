@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from rl360.engine.evaluation import Evaluator
 from rl360.engine.loop import LoopSettings, TrainingLoop
 from rl360.engine.record import RunRecord
 from rl360.engine.state import Checkpoint, CheckpointStore, RunState, only_writer
-from rl360.engine.summary import summarize, write_summary
+from rl360.engine.summary import summarize_run, write_summary
 from rl360.engine.watchdog import Watchdog
 from rl360.errors import CheckpointError, Interrupted
 from rl360.rollout.queue import RolloutEvents
@@ -51,9 +51,16 @@ def run_experiment(config: RootConfig, resolved: DictConfig) -> dict[str, Any]:
         stack.enter_context(_log_file(run_dir))
         record = RunRecord(run_dir)
         stack.callback(record.close)
+
+        def write_down(reason: str) -> dict[str, Any]:
+            wall_s = _earlier_wall_s(run_dir) + time.monotonic() - began
+            summary = summarize_run(config, run_dir, record, reason, wall_s=wall_s)
+            write_summary(run_dir, summary)
+            return summary
+
         reason = "failed"
         try:
-            _train(config, resolved, run_dir, record)
+            _train(config, resolved, run_dir, record, on_stall=lambda message: write_down("failed"))
             reason = "finished"
         except Interrupted:
             reason = "interrupted"
@@ -62,23 +69,15 @@ def run_experiment(config: RootConfig, resolved: DictConfig) -> dict[str, Any]:
             log.exception("the run failed")
             raise
         finally:
-            record.close()
-            summary = summarize(
-                run_dir,
-                exit_reason=reason,
-                iterations=record.iterations_done,
-                seed=config.seed,
-                wall_s=_earlier_wall_s(run_dir) + time.monotonic() - began,
-                attempts=record.counts(),
-                masked_by_cause=record.masked_by_cause(),
-            )
-            write_summary(run_dir, summary)
+            summary = write_down(reason)
             for logger in record.loggers:
                 logger.finish(summary)
         return summary
 
 
-def _train(config: RootConfig, resolved: DictConfig, run_dir: Path, record: RunRecord) -> None:
+def _train(
+    config: RootConfig, resolved: DictConfig, run_dir: Path, record: RunRecord, on_stall: Callable[[str], object]
+) -> None:
     training_tasks, evaluation_tasks = build_tasks(config)
     cursor = TaskCursor(training_tasks, config.seed)
     store = CheckpointStore(run_dir, config.checkpoint.keep_last, config.checkpoint.keep_best)
@@ -92,7 +91,13 @@ def _train(config: RootConfig, resolved: DictConfig, run_dir: Path, record: RunR
         stop = stack.enter_context(_stop_signals())
         rollout_line = _LateLine()
         watchdog = stack.enter_context(
-            Watchdog(config.cluster.no_progress_s, rollout_line, log_dir=run_dir / "logs", kill_children=_kill_children)
+            Watchdog(
+                config.cluster.no_progress_s,
+                rollout_line,
+                log_dir=run_dir / "logs",
+                kill_children=_kill_children,
+                on_stall=on_stall,
+            )
         )
         events = RolloutEvents(record.started, record.requeued, record.finished, watchdog.progress)
         with watchdog.stage("start"):

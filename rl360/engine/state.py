@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,6 @@ class RunState:
     best_success_rate: float | None = None  # of the evaluations so far
     best_iteration: int | None = None
     last_evaluated: int | None = None  # iteration whose evaluation is complete; one that was cut is made again
-    wall_s: float = 0.0  # spent by earlier processes of this run and this one up to here
-    random_state: Mapping[str, Any] = field(default_factory=dict)  # of generators outside the trainer
-
-    @property
-    def metric_step(self) -> int:
-        """The iteration that the next row of metrics is for. The metrics' axis is the iteration and nothing else."""
-        return self.iteration
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,8 @@ class TorchTrainer:
             return_free_memory()
         metrics = _over_updates(per_update)
         metrics["train/lr"] = per_update[-1]["train/lr"]
+        if self._device.type == "cuda":
+            metrics["perf/gpus"] = 1.0
         metrics["time/train_s"] = time.perf_counter() - began_s
         num_tokens = sum(sequence.token_ids_T.size for sequence in batch.sequences)
         metrics["perf/train_tokens_per_s"] = updates * num_tokens / metrics["time/train_s"]

@@ -16,9 +16,9 @@ class Backend:
     fields: dict[str, Any] = field(default_factory=dict)
     has_users: bool = True  # commands can run as another user
     limits: frozenset[str] = frozenset()  # memory | pids | disk | lifetime, of those that this machine can hold
-    gives_up_network: bool = True  # a task that asks for the network is refused when it is not allowed
     isolates: bool = True  # what runs inside cannot mount or make devices; a service's own affair otherwise
-    timeout_says_so: bool = True  # a time-out is raised as RuntimeError
+    shares_with_verifier: bool = True  # it can be cleaned for a verifier that runs where the agent did
+    has_contexts: bool = True  # COPY works; the stand-in has no object storage for build contexts
 
 
 def new_sandbox(

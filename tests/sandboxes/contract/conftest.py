@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import pytest_asyncio
 
 from tests.sandboxes.contract.backends import Backend, new_sandbox
+from tests.sandboxes.contract.daytona_standin import KEY, StandIn, over_local_sandboxes
 
 Start = Callable[..., Awaitable[Any]]
+KEY_VARIABLE = "RL360_TEST_DAYTONA_KEY"
 BASE_IMAGE = os.environ.get("RL360_TEST_DOCKER_IMAGE", "rl360-test-base:2")
 
 
@@ -39,18 +42,53 @@ def _docker(image: str) -> Backend:
     return Backend("docker", DockerSandbox, {"base": image}, limits=frozenset({"memory", "pids", "disk", "lifetime"}))
 
 
+def _daytona(standin: StandIn, cache: Path) -> Backend:
+    from rl360.sandboxes.daytona import DaytonaSandbox
+
+    fields = {"api_url": f"{standin.url}/api", "api_key_env": KEY_VARIABLE, "cache_dir": cache, "patience_s": 5.0}
+    return Backend(
+        "daytona", DaytonaSandbox, fields, has_users=os.getuid() == 0, isolates=False, shares_with_verifier=False,
+        has_contexts=False,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def _standin(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StandIn]:
+    from rl360.sandboxes.daytona import client
+    from rl360.sandboxes.local import host
+
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    folder.mkdir()
+    async with StandIn(folder, over_local_sandboxes(cache)).serve() as server:
+        yield server
+        await client.close()
+    host.close_hosts()
+
+
+@pytest_asyncio.fixture
+async def standin(tmp_path: Path, sandbox_cache: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StandIn]:
+    async with _standin(tmp_path / "standin", sandbox_cache, monkeypatch) as server:
+        yield server
+
+
 BACKENDS = [
     pytest.param("local", marks=pytest.mark.sandbox),
     pytest.param("docker", marks=pytest.mark.docker),
+    pytest.param("daytona", marks=pytest.mark.sandbox),
 ]
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest, sandbox_cache: Path) -> Iterator[Backend]:
+@pytest_asyncio.fixture(params=BACKENDS)
+async def backend(
+    request: pytest.FixtureRequest, tmp_path: Path, sandbox_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Backend]:
     if request.param == "local":
         yield _local(sandbox_cache)
-    else:
+    elif request.param == "docker":
         yield _docker(request.getfixturevalue("docker_image"))
+    else:
+        async with _standin(tmp_path / "standin", sandbox_cache, monkeypatch) as server:
+            yield _daytona(server, sandbox_cache)
 
 
 @pytest_asyncio.fixture
@@ -73,6 +111,6 @@ async def start(backend: Backend, tmp_path: Path) -> AsyncIterator[Start]:
     for sandbox in started:
         await sandbox.stop(delete=True)
     if backend.name == "local":
-        from rl360.sandboxes.local import environment
+        from rl360.sandboxes.local import host
 
-        environment.close_hosts()
+        host.close_hosts()

@@ -289,8 +289,12 @@ async def test_the_kernel_is_out_of_reach(start: Any, backend: Backend) -> None:
 # -- before the verifier, and after everything ------------------------------------------------------------------------
 
 
-async def test_nothing_of_the_agent_reaches_the_verifier_but_its_work(start: Any) -> None:
+async def test_a_shared_verifier_finds_no_process_and_no_file_of_the_agents(start: Any, backend: Backend) -> None:
     s = await start()
+    if not backend.shares_with_verifier:
+        with pytest.raises(Exception, match="cannot be trusted"):
+            await s.settle_for_verifier(None)
+        return
     await out(s, "echo solved > /app/solution; mkdir -p /tests; echo planted > /tests/conftest.py")
     await out(s, "echo 1 > /logs/verifier/reward.txt")
     await out(s, "(setsid sh -c 'while :; do echo 1 > /logs/verifier/reward.txt; done' > /dev/null 2>&1 &)")
@@ -317,6 +321,8 @@ async def test_a_dockerfile_that_fails_is_a_build_failure(start: Any, backend: B
     assert type(error.value).__name__ == "SandboxBuildFailedError"
 
 
-async def test_copied_files_are_in_the_image(start: Any) -> None:
+async def test_copied_files_are_in_the_image(start: Any, backend: Backend) -> None:
+    if not backend.has_contexts:
+        pytest.skip("the stand-in has no storage for build contexts")
     s = await start("FROM x\nWORKDIR /app\nCOPY data.txt .\n", files={"data.txt": "one\n"})
     assert await out(s, "cat data.txt") == "one"

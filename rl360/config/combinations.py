@@ -86,6 +86,10 @@ DEADLINES = (
     ("sandbox lifetime", "sandbox.lifetime_s"),
 )
 
+# What an agent waits for an answer itself when agent.kwargs.request_timeout_s is not given: our agents, and OpenAI's
+# client in most others.
+AGENT_REQUEST_TIMEOUT_S = 600.0
+
 # Names become folders and files: no separators, nothing hidden.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -230,10 +234,36 @@ def _deadlines(config: RootConfig) -> Iterator[str]:
             f"cluster.trial_timeout_s: {config.cluster.trial_timeout_s:g} s is less than sandbox start, agent and "
             f"verifier together ({phases_s:g} s); expected at least that"
         )
+    elif config.cluster.trial_timeout_s < phases_s + config.rollout.request_timeout_s:
+        yield (
+            f"cluster.trial_timeout_s: {config.cluster.trial_timeout_s:g} s leaves an agent that uses its whole time "
+            f"no room to wait for the engine; expected at least sandbox start, agent, verifier and one model call, "
+            f"{phases_s + config.rollout.request_timeout_s:g} s"
+        )
+    yield from _agent_deadlines(config)
     if config.cluster.no_progress_s <= config.rollout.turn_timeout_s:
         yield (
             f"cluster.no_progress_s: {config.cluster.no_progress_s:g} s would end a run during one slow turn "
             f"(rollout.turn_timeout_s {config.rollout.turn_timeout_s:g} s); expected more"
+        )
+
+
+def _agent_deadlines(config: RootConfig) -> Iterator[str]:
+    """What the agent itself waits for: longer than the proxy for an answer, and for a tool within its turn."""
+    call_s, turn_s = config.rollout.request_timeout_s, config.rollout.turn_timeout_s
+    waits_s = config.agent.kwargs.get("request_timeout_s", AGENT_REQUEST_TIMEOUT_S)
+    if isinstance(waits_s, int | float) and waits_s <= call_s:
+        key = "agent.kwargs.request_timeout_s"
+        yield (
+            f"{key}: the agent gives up on an answer after {waits_s:g} s, before the proxy does "
+            f"(rollout.request_timeout_s {call_s:g} s), and what was sampled is lost; expected more"
+        )
+    command_s = config.agent.kwargs.get("command_timeout_s", 0)
+    if isinstance(command_s, int | float) and call_s < turn_s < call_s + command_s:
+        yield (
+            f"agent.kwargs.command_timeout_s: {command_s:g} s for a command and {call_s:g} s for a model call "
+            f"(rollout.request_timeout_s) are more than a turn (rollout.turn_timeout_s {turn_s:g} s); expected "
+            f"at most {turn_s - call_s:g}"
         )
 
 

@@ -32,6 +32,13 @@ CASES = [
     ({"cluster.client_timeout_s": 700.0}, "cluster.client_timeout_s: 700 s for the client is not more than"),
     ({"sandbox.lifetime_s": 10.0}, "sandbox.lifetime_s: 10 s for the sandbox lifetime is not more than"),
     ({"cluster.trial_timeout_s": 400.0}, "cluster.trial_timeout_s: 400 s is less than sandbox start, agent and"),
+    ({"cluster.trial_timeout_s": 500.0}, "cluster.trial_timeout_s: 500 s leaves an agent that uses its whole time no"),
+    ({"agent.kwargs": {"request_timeout_s": 120}}, "agent.kwargs.request_timeout_s: the agent gives up on an answer"),
+    (
+        {"rollout.request_timeout_s": 600.0, "rollout.turn_timeout_s": 650.0},
+        "agent.kwargs.request_timeout_s: the agent gives up on an answer after 600 s",
+    ),
+    ({"agent.kwargs": {"command_timeout_s": 31}}, "agent.kwargs.command_timeout_s: 31 s for a command and 120 s for"),
     ({"cluster.no_progress_s": 100.0}, "cluster.no_progress_s: 100 s would end a run during one slow turn"),
     ({"evaluation.every": 5}, "evaluation.tasks: null with evaluation.every 5"),
     ({"evaluation.k": 2, "evaluation.temperature": 0.0}, "evaluation.k: 2 greedy attempts are all the same"),
@@ -67,6 +74,7 @@ def test_each_rule(typed, changes, text):
         {"rollout.engine": "external", "rollout.sync": "disk", "rollout.engine_urls": ["http://a:1", "http://b:1"]},
         {"group_size": 1, "algorithm._target_": "mine.Reinforce"},
         {"evaluation.every": 5, "evaluation.tasks": {"path": "/x"}},
+        {"agent.kwargs": {"command_timeout_s": 30.0, "request_timeout_s": 121}},
         {"gateway.api_key_env": "ENGINE_KEY"},
     ],
 )

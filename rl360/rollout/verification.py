@@ -79,7 +79,7 @@ def isolate(trial: Trial) -> None:
     shared = _says_where(config)
     declared = [_artifact(a) for a in config.artifacts]
     if not shared and not hasattr(environment, "start_afresh"):
-        raise UnsupportedTaskError("this trial would run the tests where the agent worked, and the task does not ask so")
+        raise UnsupportedTaskError("the tests would run where the agent worked, and the task does not ask for that")
 
     async def before_verification(_: TrialHookEvent) -> None:
         user = config.verifier.user

@@ -28,10 +28,12 @@ from rl360.sandboxes import abilities
 from rl360.sandboxes.local import cgroups, layers, transfer
 from rl360.sandboxes.local.artifacts import Artifact, ArtifactsTooLarge, Carried, carry, covers, problems_of
 from rl360.sandboxes.local.dockerfile import DockerfileError, Image, parse
-from rl360.sandboxes.local.host import Host, open_host
+from rl360.sandboxes.local.host import Host, close_hosts, open_host
 from rl360.sandboxes.local.namespace import SandboxDied, SandboxProcess
 from rl360.sandboxes.local.plan import DEFAULT_PATH, Plan
 from rl360.sandboxes.local.users import UnknownUser, find_user, home_of
+
+__all__ = ["LocalSandbox", "MemoryLimitExceededError", "close_hosts", "open_host"]
 
 _DISK_FULL_BYTES = 64 * 1024  # less than this free: the sandbox has filled its disk
 _VERIFIER_LOGS, _ARTIFACT_LOGS, _TESTS = "/logs/verifier", "/logs/artifacts", "/tests"

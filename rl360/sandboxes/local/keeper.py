@@ -197,6 +197,8 @@ def _mount_root(spec: dict[str, Any]) -> int:
     for name in spec["masks"]:
         if os.path.isdir(f"{root}/{name}"):
             syscalls.mount("tmpfs", f"{root}/{name}", "tmpfs", syscalls.MS_RDONLY, "size=4k,mode=0755")
+        elif os.path.isfile(f"{root}/{name}"):
+            syscalls.bind("/dev/null", f"{root}/{name}", read_only=True)
     control = f"{root}/{CONTROL_DIR}"
     os.makedirs(control, exist_ok=True)
     syscalls.mount(

@@ -56,18 +56,18 @@ def key_of(base: Base, image: Image, folder: Path, mode: str, userns: bool) -> s
 
 
 def base_trees(base: Base) -> Trees:
-    return tuple((name, (lower,)) for name, lower in base.trees)
+    return base.trees
 
 
 def stacked(base: Base, layer: Path, mode: str) -> Trees:
     """The layer on top of the base. Without overlayfs a layer is a whole copy of the root tree, and replaces it."""
     trees: list[tuple[str, tuple[str, ...]]] = []
-    for index, (name, lower) in enumerate(base.trees):
+    for index, (name, lowers) in enumerate(base.trees):
         upper = str(layer / f"upper{index}")
         if mode == "copy":
-            trees.append((name, (upper,) if not name else (lower,)))
+            trees.append((name, (upper,) if not name else lowers))
         else:
-            trees.append((name, (upper, lower)))
+            trees.append((name, (upper, *lowers)))
     return tuple(trees)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +72,15 @@ class Plan:
     env: dict[str, str] = field(default_factory=dict)
     workdir: str = "/"
     read_only_binds: tuple[tuple[str, str], ...] = ()  # host path, folder in the root
-    masks: tuple[str, ...] = ()  # folders in the root that show empty
+    masks: tuple[str, ...] = ()  # folders and files in the root that show empty
     uppers: tuple[tuple[str, str], ...] | None = None  # (upper, work) of each tree on disk, when building a layer
 
 
 def _bwrap_options(plan: Plan, root: str) -> list[str]:
-    argv = ["--bind", root, "/", "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/dev/shm"]
+    argv = ["--bind", root, "/", "--proc", "/proc", "--dev", "/dev", "--perms", "1777"]
+    if plan.limits.memory_mib and _sizes_tmpfs():
+        argv += ["--size", str(plan.limits.memory_mib * 2**19)]  # half of the memory, the kernel's own default
+    argv += ["--tmpfs", "/dev/shm", "--remount-ro", "/dev"]  # /dev itself is a tmpfs without a limit
     for name in _PROC_READ_ONLY:
         argv += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
     for name in _PROC_HIDDEN_FILES:
@@ -99,6 +104,13 @@ def _bwrap_options(plan: Plan, root: str) -> list[str]:
     for key, value in {"PATH": DEFAULT_PATH, "HOME": "/root", "TERM": "xterm", **plan.env}.items():
         argv += ["--setenv", key, value]
     return argv
+
+
+@cache
+def _sizes_tmpfs() -> bool:
+    """Bubblewrap 0.7 and newer. Before, control groups alone bound what /dev/shm takes."""
+    done = subprocess.run(["bwrap", "--help"], capture_output=True, text=True, timeout=10, check=False)
+    return "--size" in done.stdout + done.stderr
 
 
 def spec_of(plan: Plan, owner_dir: Path, mount_point: str, name: str) -> dict[str, Any]:

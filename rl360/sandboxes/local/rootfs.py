@@ -5,6 +5,7 @@ top (layers.py) and mounting (keeper.py). Standard library only.
 
 The view of the host shows /usr and a list of files of /etc that programs need to start. It never shows /root, /home,
 /var, /srv, /opt, /run, the host's users, password hashes, keys or environment: what is not on the list is not there.
+Root inside is root outside where sandboxes are made by root, so what only root may read below /usr is hidden too.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import contextlib
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 
-_VERSION = "1"  # change it when the skeleton below changes: caches of older ones are then left alone
+_VERSION = "2"  # change it when the skeleton below changes: caches of older ones are then left alone
+_RESCAN_S = 600.0  # looking through /usr for what only root may read takes about a second
 _DEBOOTSTRAP_TIMEOUT_S = 900
 _DEBOOTSTRAP_PACKAGES = "ca-certificates,python3-minimal,procps,tmux"
 
@@ -72,12 +76,12 @@ _PYTHON_AT = "opt/python"
 
 @dataclass(frozen=True)
 class Base:
-    """Trees to stack: folder in the root -> read-only folder of the host. The first is the root itself."""
+    """Trees to stack: folder in the root -> read-only folders of the host, top first. The first is the root itself."""
 
     name: str  # part of every layer's cache key
-    trees: tuple[tuple[str, str], ...]
+    trees: tuple[tuple[str, tuple[str, ...]], ...]
     read_only_binds: tuple[tuple[str, str], ...] = ()
-    masks: tuple[str, ...] = ()
+    masks: tuple[str, ...] = ()  # folders and files that show empty
     extra_path: str = ""  # appended to PATH
 
 
@@ -110,8 +114,8 @@ def resolve(base: str, cache_dir: Path) -> Base:
         raise BaseError(
             f"sandbox.base: {folder} is no root file system with /bin/bash; expected auto, host, debootstrap or one"
         )
-    stat = folder.stat()
-    return Base(f"folder:{folder}:{stat.st_ino}:{stat.st_mtime_ns}", (("", str(folder)),))
+    info = folder.stat()
+    return Base(f"folder:{folder}:{info.st_ino}:{info.st_mtime_ns}", (("", (str(folder),)),))
 
 
 def _host_python() -> str | None:
@@ -140,12 +144,82 @@ def _host(cache_dir: Path) -> Base:
             shutil.rmtree(temporary, ignore_errors=True)
             _make_skeleton(temporary)
             temporary.rename(folder)
-    trees = [("", str(folder)), ("usr", "/usr")]
-    trees += [(name, f"/{name}") for name in _TOP if Path("/", name).is_dir() and not Path("/", name).is_symlink()]
-    stat = os.stat("/usr")
-    name = f"host:{key}:{stat.st_dev}:{stat.st_ino}"
+    tops = ["usr", *(n for n in _TOP if Path("/", n).is_dir() and not Path("/", n).is_symlink())]
+    hidden, private = _hidden(cache_dir / "rootfs", tops) if os.getuid() == 0 else ({}, [])
+    trees: list[tuple[str, tuple[str, ...]]] = [("", (str(folder),))]
+    trees += [(name, (*hidden.get(name, ()), f"/{name}")) for name in tops]
+    info = os.stat("/usr")
+    name = f"host:{key}:{info.st_dev}:{info.st_ino}:{_digest(private)}"
     binds = ((python, _PYTHON_AT),) if python else ()
-    return Base(name, tuple(trees), binds, ("usr/local/etc",), f"/{_PYTHON_AT}/bin" if python else "")
+    return Base(name, tuple(trees), binds, ("usr/local/etc", *private), f"/{_PYTHON_AT}/bin" if python else "")
+
+
+def _digest(paths: list[str]) -> str:
+    return hashlib.sha256("\0".join(paths).encode(errors="surrogateescape")).hexdigest()[:12]
+
+
+def _hidden(folder: Path, tops: list[str]) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """A layer for each tree that hides what only root may read, by overlayfs's marks for deleted files; and the paths.
+
+    The paths are masks too, for a sandbox without overlayfs. Workers share what one of them found in the last minutes.
+    """
+    with locked(folder / "hidden.lock"):
+        known = folder / "hidden.txt"
+        if not known.exists() or time.time() - known.stat().st_mtime > _RESCAN_S:
+            temporary = known.with_suffix(f".tmp{os.getpid()}")
+            temporary.write_bytes(os.fsencode("\0".join(_private(tops))))
+            temporary.rename(known)
+        paths = [path for path in os.fsdecode(known.read_bytes()).split("\0") if path]
+        if not paths:
+            return {}, []
+        layer = folder / f"hidden-{_digest(paths)}"
+        if not layer.exists():
+            temporary = layer.with_suffix(f".tmp{os.getpid()}")
+            shutil.rmtree(temporary, ignore_errors=True)
+            try:
+                for path in paths:
+                    _white_out(temporary, path)
+            except PermissionError:  # a container without mknod: they are mounted over instead
+                shutil.rmtree(temporary, ignore_errors=True)
+                return {}, paths
+            temporary.rename(layer)
+    return {top: (str(layer / top),) for top in tops if (layer / top).is_dir()}, paths
+
+
+def _private(tops: list[str]) -> list[str]:
+    """What others may not read below folders of the host, as paths from the root. A folder stands for all in it."""
+    found: list[str] = []
+    waiting = list(tops)
+    while waiting:
+        folder = waiting.pop()
+        try:
+            entries = list(os.scandir(f"/{folder}"))
+        except OSError:
+            continue
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if entry.is_symlink():
+                    continue
+                mode = entry.stat(follow_symlinks=False).st_mode
+                path = f"{folder}/{entry.name}"
+                readable = mode & stat.S_IROTH and (not stat.S_ISDIR(mode) or mode & stat.S_IXOTH)
+                if not readable:
+                    found.append(path)
+                elif stat.S_ISDIR(mode):
+                    waiting.append(path)
+    return sorted(found)
+
+
+def _white_out(layer: Path, path: str) -> None:
+    """Mark a path as deleted. Its folders are merged with the host's, and keep their modes and owners."""
+    for parent in reversed(Path(path).parents):
+        target, source = layer / parent, Path("/", parent)
+        if not target.exists():
+            target.mkdir(parents=True)
+            info = source.stat()
+            os.chown(target, info.st_uid, info.st_gid)
+            shutil.copystat(source, target)
+    os.mknod(layer / path, stat.S_IFCHR, 0)
 
 
 def _etc_stamp() -> str:
@@ -177,8 +251,8 @@ def _make_skeleton(folder: Path) -> None:
             if source.is_symlink():
                 target.symlink_to(os.readlink(source))
             elif source.is_dir():
-                shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
-            elif source.is_file():
+                shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, ignore=_not_for_all)
+            elif source.is_file() and not _not_for_all("/etc", [name]):
                 shutil.copyfile(source, target)
     (etc / "passwd").write_text(_PASSWD)
     (etc / "group").write_text(_GROUP)
@@ -191,6 +265,11 @@ def _make_skeleton(folder: Path) -> None:
     (folder / "var/run").symlink_to("/run")
     if os.getuid() == 0:
         os.chown(folder / "home/agent", 1000, 1000)
+
+
+def _not_for_all(folder: str, names: list[str]) -> list[str]:
+    """Those that only root or a group may read: keys beside certificates, for one."""
+    return [n for n in names if not os.lstat(os.path.join(folder, n)).st_mode & stat.S_IROTH]
 
 
 def _debootstrap(cache_dir: Path) -> Base:
@@ -212,7 +291,7 @@ def _debootstrap(cache_dir: Path) -> Base:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise BaseError(f"debootstrap failed ({done.returncode}): {(done.stdout + done.stderr)[-500:]}")
             temporary.rename(folder)
-    return Base(f"debootstrap:{folder.stat().st_ino}", (("", str(folder)),))
+    return Base(f"debootstrap:{folder.stat().st_ino}", (("", (str(folder),)),))
 
 
 def _suite() -> str:

@@ -5,7 +5,9 @@ only. A denied call answers EPERM, so programs see a refusal and not a crash; cl
 cannot be read by a filter, and every libc then falls back to clone.
 
 Denied: what makes namespaces, mounts or kernel objects that a capability check alone does not stop for a process that
-may make a user namespace, and what reads kernel state. Dropped capabilities stay the first line; this is the second.
+may make a user namespace, and what reads or sets kernel state. Dropped capabilities stay the first line; this is the
+second. Sockets are of four families only: others reach more of the kernel, and AF_VSOCK reaches the host of a virtual
+machine, which no network namespace stops.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ _DENIED = {
         "kexec_file_load": 320, "init_module": 175, "finit_module": 313, "delete_module": 176, "swapon": 167,
         "swapoff": 168, "reboot": 169, "open_by_handle_at": 304, "open_tree": 428, "move_mount": 429, "fsopen": 430,
         "fsconfig": 431, "fsmount": 432, "fspick": 433, "mount_setattr": 442, "io_uring_setup": 425,
+        "open_tree_attr": 467, "syslog": 103, "quotactl": 179, "quotactl_fd": 443, "acct": 163, "settimeofday": 164,
+        "clock_settime": 227, "clock_adjtime": 305, "adjtimex": 159, "iopl": 172, "ioperm": 173, "fanotify_init": 300,
+        "vhangup": 153, "lookup_dcookie": 212,
     },
     "aarch64": {
         "mount": 40, "umount2": 39, "pivot_root": 41, "unshare": 97, "setns": 268, "keyctl": 219, "add_key": 217,
@@ -29,15 +34,20 @@ _DENIED = {
         "kexec_file_load": 294, "init_module": 105, "finit_module": 273, "delete_module": 106, "swapon": 224,
         "swapoff": 225, "reboot": 142, "open_by_handle_at": 265, "open_tree": 428, "move_mount": 429, "fsopen": 430,
         "fsconfig": 431, "fsmount": 432, "fspick": 433, "mount_setattr": 442, "io_uring_setup": 425,
+        "open_tree_attr": 467, "syslog": 116, "quotactl": 60, "quotactl_fd": 443, "acct": 89, "settimeofday": 170,
+        "clock_settime": 112, "clock_adjtime": 266, "adjtimex": 171, "fanotify_init": 262, "vhangup": 58,
+        "lookup_dcookie": 18,
     },
 }  # fmt: skip
+_SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}  # socket, socketpair
+_FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435  # the same number everywhere
 _NAMESPACES = 0x7E020000  # every CLONE_NEW* flag: NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 
 _LOAD, _JUMP_EQUAL, _JUMP_SET, _JUMP_GE, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_EPERM, _ENOSYS = 1, 38
+_EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _X32_BIT = 0x40000000  # the x32 ABI would number the same calls differently
 
 
@@ -60,6 +70,10 @@ def program() -> bytes:
     for number in sorted(_DENIED[machine].values()):
         rows += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | _EPERM)]
     rows += [(_JUMP_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]
+    for number in _SOCKETS[machine]:
+        rows += [(_JUMP_EQUAL, 0, 3 + len(_FAMILIES), number), (_LOAD, 0, 0, 16)]
+        rows += [(_JUMP_EQUAL, len(_FAMILIES) - i, 0, family) for i, family in enumerate(_FAMILIES)]
+        rows += [(_RETURN, 0, 0, _ERRNO | _EAFNOSUPPORT), (_RETURN, 0, 0, _ALLOW)]
     rows += [
         (_JUMP_EQUAL, 0, 3, _CLONE[machine]),
         (_LOAD, 0, 0, 16),  # low half of the first argument: the flags

@@ -1,8 +1,8 @@
 """Write the two bundled pools of small coding tasks from pool.jsonl.
 
 In: pool.jsonl (instruction, tests as `call==value`, a right solution, measured pass rates of SmolLM2-135M-Instruct over
-8 samples), grader.py and examples.py, beside this file. Out: in rl360/tasks/bundled, small_coding (the answer is one
-reply) and small_coding_repair (the answer is a file, and /app/examples.py says what is wrong with it): one Harbor task
+8 samples), grader.py and examples.py, beside this file. Out: two pools in rl360/tasks/bundled: small_coding, and
+small_coding_repair, the same with /app/examples.py, which says what is wrong with an answer; each has one Harbor task
 folder a row, and the manifests. Run it after changing any; tests/tasks/test_bundled.py fails when the folders are not
 what this writes.
 
@@ -54,9 +54,6 @@ WORKDIR /app
 """
 REPAIR_DOCKERFILE = DOCKERFILE + "COPY examples.py /app/examples.py\n"
 
-ONE_REPLY = "Reply with one ```python code block and nothing else."
-A_FILE = "Write it to the file /app/solution.py. `python3 /app/examples.py` tries it and says what is wrong."
-EMPTY_VALUES = 'FUNCTION = ""\nEXAMPLES = []\n'  # of examples.py, where each task's own values go
 MAX_EXAMPLES = 2  # fewer than a task has cases, so that the examples are never all of the tests
 
 TEST_SH = """\
@@ -98,17 +95,11 @@ def parse_test(test: str) -> tuple[str, tuple[Any, ...], Any]:
     return call.func.id, arguments, ast.literal_eval(comparison.comparators[0])
 
 
-def instruction(row: dict[str, Any], repair: bool) -> str:
-    text = str(row["instruction"])
-    assert text.endswith(ONE_REPLY), text
-    return text.removesuffix(ONE_REPLY) + A_FILE if repair else text
-
-
 def write_task(row: dict[str, Any], folder: Path, repair: bool) -> None:
     tests = [parse_test(test) for test in row["tests"]]
-    cases = [f"    ({arguments!r}, {expected!r}),\n" for _, arguments, expected in tests]
+    cases = "".join(f"    ({arguments!r}, {expected!r}),\n" for _, arguments, expected in tests)
     files = {
-        "instruction.md": instruction(row, repair) + "\n",
+        "instruction.md": row["instruction"] + "\n",
         "task.toml": TASK_TOML.format(
             tag=row["id"].split("/")[0],
             rate_1=row["pass_rate_t1.0"],
@@ -118,15 +109,13 @@ def write_task(row: dict[str, Any], folder: Path, repair: bool) -> None:
         "environment/Dockerfile": REPAIR_DOCKERFILE if repair else DOCKERFILE,
         "tests/test.sh": TEST_SH,
         "tests/test_solution.py": (HERE / "grader.py").read_text(encoding="utf-8"),
-        "tests/cases.py": CASES_PY.format(function=tests[0][0], cases="".join(cases)),
+        "tests/cases.py": CASES_PY.format(function=tests[0][0], cases=cases),
         "solution/solve.sh": SOLVE_SH.format(solution=row["solution"]),
     }
     if repair:
-        shown = "".join(cases[: min(MAX_EXAMPLES, len(cases) - 1)])
-        values = f"FUNCTION = {tests[0][0]!r}\nEXAMPLES = [\n{shown}]\n"
-        program = (HERE / "examples.py").read_text(encoding="utf-8")
-        assert program.count(EMPTY_VALUES) == 1
-        files["environment/examples.py"] = program.replace(EMPTY_VALUES, values)
+        shown = tests[: min(MAX_EXAMPLES, len(tests) - 1)]
+        lines = [f"assert {name}({', '.join(map(repr, given))}) == {expected!r}\n" for name, given, expected in shown]
+        files["environment/examples.py"] = (HERE / "examples.py").read_text(encoding="utf-8") + "".join(lines)
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +126,7 @@ def write_task(row: dict[str, Any], folder: Path, repair: bool) -> None:
 def manifest_row(row: dict[str, Any], repair: bool) -> str:
     tags = [row["id"].split("/")[0], "coding", *(["multi_turn"] if repair else [])]
     metadata = {"instance_id": task_id(row), "tags": tags}
-    return json.dumps({"prompt": instruction(row, repair), "metadata": metadata}) + "\n"
+    return json.dumps({"prompt": row["instruction"], "metadata": metadata}) + "\n"
 
 
 def build(target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import filecmp
 import json
 import os
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -303,16 +305,20 @@ def try_examples(task_id: str, stage: Path, source: str | None) -> tuple[int, st
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (None, "there is no /app/solution.py"),
-        ("def square(n):\n    return n = n", "SyntaxError: invalid syntax (line 2)"),
-        ("x = 1\nimport nothing_there", "ModuleNotFoundError: No module named 'nothing_there' (line 2)"),
-        ("def sqare(n):\n    return n * n", "/app/solution.py does not define square"),
+        (None, "/app/solution.py: FileNotFoundError: [Errno 2] No such file or directory: 'PATH'"),
+        ("def square(n):\n    return n = n", "/app/solution.py: SyntaxError: invalid syntax (line 2)"),
+        (
+            "x = 1\nimport nothing_there",
+            "/app/solution.py: ModuleNotFoundError: No module named 'nothing_there' (line 2)",
+        ),
+        ("def sqare(n):\n    return n * n", "square(5): NameError: name 'square' is not defined"),
         ("def square(n):\n    return n + n", "square(5) gave 10, expected 25"),
-        ("def square(n):\n    m = 2\n    return m * k", "square(5) raised NameError: name 'k' is not defined (line 3)"),
-        ("import sys\nsys.exit(0)", "SystemExit: 0 (line 2)"),
+        ("def square(n):\n    m = 2\n    return m * k", "square(5): NameError: name 'k' is not defined (line 3)"),
+        ("import sys\nsys.exit(0)", "/app/solution.py: SystemExit: 0 (line 2)"),
     ],
 )
 def test_examples_say_what_is_wrong(source: str | None, said: str, stage: Path) -> None:
+    said = said.replace("PATH", str(stage / "app" / "solution.py"))
     assert try_examples("arithmetic-square", stage, source) == (1, said + "\n")
 
 
@@ -320,19 +326,32 @@ def test_examples_say_what_is_wrong(source: str | None, said: str, stage: Path) 
 def test_examples_take_the_right_answer_and_are_not_all_of_the_tests(row: dict[str, str], stage: Path) -> None:
     task_id = row["id"].replace("/", "-")
     assert try_examples(task_id, stage, row["solution"]) == (0, "the examples are right\n")
-    shown: dict[str, list[object]] = {}
-    head = (REPAIR_POOL / task_id / "environment" / "examples.py").read_text().partition("SOLUTION =")[0]
-    exec(head, shown)
-    hidden: dict[str, list[object]] = {}
-    exec((REPAIR_POOL / task_id / "tests" / "cases.py").read_text(), hidden)
-    assert shown["EXAMPLES"] == hidden["CASES"][: len(shown["EXAMPLES"])]
-    assert 1 <= len(shown["EXAMPLES"]) < len(hidden["CASES"])
+    program = ast.parse((REPAIR_POOL / task_id / "environment" / "examples.py").read_text())
+    shown = [ast.unparse(node.test) for node in program.body if isinstance(node, ast.Assert)]
+    cases: dict[str, Any] = {}
+    exec((REPAIR_POOL / task_id / "tests" / "cases.py").read_text(), cases)
+    calls = [f"{cases['FUNCTION']}({', '.join(map(repr, given))}) == {want!r}" for given, want in cases["CASES"]]
+    assert shown == [ast.unparse(ast.parse(call)) for call in calls[: len(shown)]]
+    assert 1 <= len(shown) < len(calls)
+
+
+@pytest.mark.parametrize(
+    ("source", "code"), [("def square(n):\n    return n * n\n", 0), ("def square(n):\n    return n\n", 1)]
+)
+def test_the_repair_agent_reads_the_examples_too(source: str, code: int, stage: Path) -> None:
+    from rl360.agents import check_examples
+
+    (stage / "app" / "solution.py").write_text(source)
+    examples = REPAIR_POOL / "arithmetic-square" / "environment" / "examples.py"
+    command = [SANDBOX_PYTHON, check_examples.__file__, str(stage / "app" / "solution.py"), str(examples), "square"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stdout
+    assert ("square(5)" in done.stdout) is bool(code)
 
 
 @pytest.mark.slow
 def test_examples_end(stage: Path) -> None:
-    source = "def square(n):\n    while True:\n        pass\n"
-    assert try_examples("arithmetic-square", stage, source) == (
-        1,
-        "square(5) raised TimeoutError: no answer after 5 s (line 3)\n",
-    )
+    shutil.copy(REPAIR_POOL / "arithmetic-square" / "environment" / "examples.py", stage / "app")
+    (stage / "app" / "solution.py").write_text("def square(n):\n    while True:\n        pass\n")
+    command = [SANDBOX_PYTHON, str(stage / "app" / "examples.py")]
+    assert subprocess.run(command, timeout=60, check=False).returncode != 0

@@ -20,6 +20,7 @@ from harbor.agents.capabilities import AgentCapabilities
 from harbor.agents.factory import AgentFactory
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
+from harbor.models.agent.name import AgentName
 from harbor.models.trial.config import AgentConfig
 
 from rl360.types import Stop
@@ -89,7 +90,9 @@ class HarborAgent(BaseAgent):
 
 
 def find(agent: str) -> type[BaseAgent]:
-    """The class. Raises ValueError that lists Harbor's names for an unknown one."""
+    """The class. Raises ValueError for an unknown name, listing Harbor's, and for the oracle."""
+    if agent == AgentName.ORACLE.value:
+        raise ValueError("agent.kwargs.agent: the oracle runs a task's own solution; there is nothing to train on")
     config = AgentConfig(import_path=agent) if ":" in agent else AgentConfig(name=agent)
     return AgentFactory.get_agent_class_from_config(config)
 

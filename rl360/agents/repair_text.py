@@ -4,12 +4,11 @@ In: Harbor's instruction, which asks for one fenced block of Python. Out: the so
 after the last turn, and the metadata of multi_turn.py. Left to others: grading (the task's verifier), ending the turn
 when the block closes (`rollout.stop_at_code_block`).
 
-After each solution a public check runs, and what it complains about is the next user message. By default the check is
-check_examples.py: the solution must load and define the function that the instruction names in backticks, `name(...)`,
-and pass the examples that the task shows, where it has any: `/app/examples.py`, lines of `assert f(2) == 4`. The hidden
-tests play no part in it. A task of another kind gives a `check_command` of its own: exit code 0 means that it passed,
-and its output is the complaint. When the check passes the attempt is finished; turns and tokens that are used up end it
-with the last solution in place.
+After each solution a public check runs, and what it complains about is the next user message. By default that is the
+task's own examples, `python3 /app/examples.py`: exit code 0 means that they are right, and the output is the complaint.
+A task without that file gets check_loads.py: the solution must load and define the function that the instruction names
+in backticks, `name(...)`. The hidden tests play no part in it. When the check passes the attempt is finished; turns and
+tokens that are used up end it with the last solution in place.
 """
 
 from __future__ import annotations
@@ -31,22 +30,25 @@ EXAMPLES = "/app/examples.py"
 ASK = "Reply with one ```python code block and nothing else."
 NO_BLOCK = f"There was no code block. {ASK}"
 _FUNCTION = re.compile(r"`([A-Za-z_]\w*)\(")  # as instructions name what is to be written
-_CHECKER = Path(__file__).with_name("check_examples.py")
+_LOADS = Path(__file__).with_name("check_loads.py")
 
 
 def check_command(instruction: str, path: str, examples: str) -> str:
-    """The command of the built-in check."""
+    """Run the task's examples, or load the solution where there are none."""
     named = _FUNCTION.search(instruction)
-    arguments = [path, examples, named.group(1) if named else ""]
-    return f"python3 -I -S -B -c {shlex.quote(_CHECKER.read_text())} {shlex.join(arguments)}"
+    file = shlex.quote(examples)
+    loads = (
+        f"python3 -I -S -B -c {shlex.quote(_LOADS.read_text())} {shlex.join([path, named.group(1) if named else ''])}"
+    )
+    return f"if [ -f {file} ]; then python3 -I -S -B {file}; else {loads}; fi"
 
 
 class RepairTextAgent(MultiTurnAgent):
     """Keywords: those of MultiTurnAgent, and
 
     path: of the solution file.
-    examples: file of public examples in the sandbox; it need not be there.
-    check_command: runs instead of the built-in check.
+    examples: script of public examples in the sandbox; it need not be there.
+    check_command: runs instead of both.
     """
 
     def __init__(
@@ -63,6 +65,9 @@ class RepairTextAgent(MultiTurnAgent):
     @staticmethod
     def name() -> str:
         return "rl360-repair-text"
+
+    def opening(self, instruction: str) -> str:
+        return instruction if "```" in instruction else f"{instruction.rstrip()}\n{ASK}"
 
     def dialogue(self, instruction: str, environment: BaseEnvironment) -> _Dialogue:
         check = self._check_command or check_command(instruction, self._path, self._examples)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harbor.agents.base import BaseAgent  # isort: skip
-from harbor.agents.oracle import OracleAgent  # isort: skip
+from harbor.agents.nop import NopAgent  # isort: skip
 from harbor.llms.base import ContextLengthExceededError  # isort: skip
 from harbor.models.agent.context import AgentContext  # isort: skip
 from rl360.agents.bash import BashAgent
@@ -49,11 +49,13 @@ class Plain(BaseAgent):
 
 
 def test_by_name_and_by_path() -> None:
-    assert find("oracle") is OracleAgent
+    assert find("nop") is NopAgent
     assert find("rl360.agents.bash:BashAgent") is BashAgent
     assert find("terminus-2").name() == "terminus-2"
     with pytest.raises(ValueError, match="mini-swe-agent"):
         find("nobody")
+    with pytest.raises(ValueError, match="nothing to train on"):
+        find("oracle")
 
 
 def test_it_is_the_named_agent(tmp_path: Path) -> None:

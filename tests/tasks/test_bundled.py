@@ -335,23 +335,9 @@ def test_examples_take_the_right_answer_and_are_not_all_of_the_tests(row: dict[s
     assert 1 <= len(shown) < len(calls)
 
 
-@pytest.mark.parametrize(
-    ("source", "code"), [("def square(n):\n    return n * n\n", 0), ("def square(n):\n    return n\n", 1)]
-)
-def test_the_repair_agent_reads_the_examples_too(source: str, code: int, stage: Path) -> None:
-    from rl360.agents import check_examples
-
-    (stage / "app" / "solution.py").write_text(source)
-    examples = REPAIR_POOL / "arithmetic-square" / "environment" / "examples.py"
-    command = [SANDBOX_PYTHON, check_examples.__file__, str(stage / "app" / "solution.py"), str(examples), "square"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == code, done.stdout
-    assert ("square(5)" in done.stdout) is bool(code)
-
-
 @pytest.mark.slow
 def test_examples_end(stage: Path) -> None:
-    shutil.copy(REPAIR_POOL / "arithmetic-square" / "environment" / "examples.py", stage / "app")
-    (stage / "app" / "solution.py").write_text("def square(n):\n    while True:\n        pass\n")
-    command = [SANDBOX_PYTHON, str(stage / "app" / "examples.py")]
-    assert subprocess.run(command, timeout=60, check=False).returncode != 0
+    source = "def square(n):\n    while True:\n        n = 0\n"
+    code, said = try_examples("arithmetic-square", stage, source)
+    assert code == 1
+    assert said.startswith("square(5): TimeoutError: no answer after 5 s (line ")

@@ -7,6 +7,7 @@ the iterations on this page of the list.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rl360.viewer.metrics import EVALUATED, REWARD, SUCCESS, Metrics
 from rl360.viewer.source import Source, Totals
 
 ITERATIONS_A_PAGE = 50
+SCAN_BUDGET_S = 0.5  # of one page, for rows that no index knows
 KINDS = (*[kind.value for kind in OutcomeKind], "open")
 
 
@@ -52,7 +54,7 @@ def overview(source: Source, metrics: Metrics, resolved: Mapping[str, Any], page
     ]
     open_tries = source.progress.open_tries()
     return join(
-        _summary(source, resolved, len(known)),
+        _summary(source, resolved, sum(REWARD in row for row in columns.values()) or len(known)),
         el("div", *charts, class_="charts") if any(charts) else None,
         section(
             "In hand",
@@ -119,8 +121,9 @@ def _summary(source: Source, resolved: Mapping[str, Any], num_iterations: int) -
 
 def _table(source: Source, columns: Mapping[int, Mapping[str, float | None]], shown: list[int]) -> Html:
     rows = []
+    deadline = time.monotonic() + SCAN_BUDGET_S
     for iteration in shown:
-        totals = source.totals(iteration)
+        totals = source.totals(iteration, may_scan=time.monotonic() < deadline)
         logged = columns.get(iteration, {})
         address = url("iteration", iteration)
         rows.append(

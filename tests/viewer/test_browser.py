@@ -7,11 +7,16 @@ would be refused by the content policy; instead the browser prints the document 
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import struct
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 
 from rl360.viewer.server import Page, Viewer
@@ -33,7 +38,7 @@ FLAGS = (
     "--hide-scrollbars",
     "--window-size=1240,900",
 )
-DEADLINE_S = 120
+DEADLINE_S = 60
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,6 +52,59 @@ async def chromium(profile: Path, address: str, *arguments: str) -> str:
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     return done.stdout.decode()
+
+
+class Tab:
+    """One page of a running browser, driven over its DevTools socket."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._last = 0
+
+    async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._last += 1
+        await self._socket.send_json({"id": self._last, "method": method, "params": parameters})
+        while True:
+            answer = await self._socket.receive_json(timeout=DEADLINE_S)
+            if answer.get("id") == self._last:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    async def value(self, expression: str) -> Any:
+        return (await self.call("Runtime.evaluate", expression=expression))["result"].get("value")
+
+    async def press(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            await self.call("Input.dispatchKeyEvent", type=kind, key=key, text=key if kind == "keyDown" else "")
+
+    async def until(self, expression: str) -> None:
+        """Wait until a JavaScript expression is true in a page that has loaded."""
+        for _ in range(20 * DEADLINE_S):
+            if await self.value(f"Boolean(document.readyState === 'complete' && ({expression}))"):
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"never true: {expression}; at {await self.value('location.href')}")
+
+
+@asynccontextmanager
+async def tab(profile: Path, address: str) -> AsyncIterator[Tab]:
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", "--remote-debugging-port=0", address]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        found = None
+        while found is None:
+            line = await asyncio.wait_for(process.stderr.readline(), DEADLINE_S)
+            assert line, "chromium ended"
+            found = re.search(rb"ws://([^/]+)/", line)
+        async with aiohttp.ClientSession() as http:
+            async with http.get(f"http://{found[1].decode()}/json/list") as answer:
+                (page,) = [one for one in await answer.json() if one["type"] == "page"]
+            async with http.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                yield Tab(socket)
+    finally:
+        process.terminate()
+        await process.communicate()
 
 
 @pytest.fixture
@@ -92,3 +150,25 @@ async def test_a_live_page_is_fetched_again(run_dir, tmp_path, monkeypatch):
         dom = await chromium(tmp_path / "profile", address, "--virtual-time-budget=10000", "--dump-dom")
     assert "0.875" not in rendered[0]
     assert "0.875" in read(dom).text
+
+
+async def test_keys_lead_through_a_filtered_list(run_dir, tmp_path):
+    async with client(run_dir) as http:
+        start = str(http.make_url("/attempt/0/i0-a-0.t0")) + "?success=no"
+        async with tab(tmp_path / "profile", start) as page:
+            await page.until("document.querySelector('#token-box.by-logprob')")
+            await page.press("m")
+            await page.until("document.querySelector('#token-box.by-mask') && location.search.includes('colour=mask')")
+            for key, arrives_at in (
+                ("n", "/attempt/0/i0-a-2.t0?success=no"),
+                ("n", "/attempt/0/e0-a-0.t0?success=no"),
+                ("p", "/attempt/0/i0-a-2.t0?success=no"),
+                ("u", "/iteration/0?success=no#i0-a"),
+            ):
+                await page.press(key)
+                await page.until(f"location.href.endsWith('{arrives_at}')")
+            await page.press("/")
+            await page.until("document.activeElement.name === 'tag'")
+            await page.press("n")  # typed, not followed
+            await page.until("document.activeElement.value === 'n'")
+            assert await page.value("location.pathname") == "/iteration/0"

@@ -111,6 +111,15 @@ def test_a_large_file_without_an_index_is_not_read_unasked(run_dir, monkeypatch)
     assert len(source.lines(0)) == 8  # asked for
 
 
+def test_a_page_may_have_no_time_left_to_scan(run_dir):
+    Trajectories(run_dir).index_path(0).unlink()
+    source = Source(run_dir)
+    assert not source.totals(0, may_scan=False).complete
+    assert source.totals(1, may_scan=False).complete
+    assert source.totals(0).tries == 8
+    assert source.totals(0, may_scan=False).tries == 8  # known by now
+
+
 def test_lists_read_no_rows_and_an_attempt_reads_one(run_dir, monkeypatch):
     read: list[object] = []
     scan, read_one = frames.scan, frames.read_one

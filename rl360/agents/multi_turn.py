@@ -12,9 +12,11 @@ attempt as given up. In every case the verifier still runs.
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from harbor.agents.agent_auth_resolution import ModelConnectionSpec
@@ -22,6 +24,7 @@ from harbor.agents.base import BaseAgent
 from harbor.agents.capabilities import AgentCapabilities
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
+from harbor.models.task.config import MCPServerConfig
 
 from rl360.agents.endpoint import Endpoint, Reply, Spent
 from rl360.agents.shell import Shell
@@ -97,18 +100,38 @@ class MultiTurnAgent(BaseAgent):
     MODEL_CONNECTION = ModelConnectionSpec(base_url_destination_names={"default": None})
     capabilities = AgentCapabilities(base_url=True)
 
-    def __init__(
+    def __init__(  # no **kwargs: a keyword that nothing takes must be reported, also before a run
         self,
-        *args: Any,
+        logs_dir: Path,
+        model_name: str | None = None,
+        *,
+        logger: logging.Logger | None = None,
+        base_url: str | None = None,
+        skip_model_parsing: bool = False,
+        extra_env: dict[str, str] | None = None,
+        mcp_servers: list[MCPServerConfig] | None = None,
+        skills_dir: str | None = None,
+        load_trajectory: str | None = None,
+        override_setup_timeout_sec: float | None = None,
         system_prompt: str | None = None,
         command_timeout_s: float = 30.0,
         max_output_bytes: int = 8000,
         max_failures: int = 3,
         request_timeout_s: float = 600.0,
         request_retries: int = 2,
-        **kwargs: Any,
     ):
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            logs_dir,
+            model_name,
+            logger,
+            mcp_servers,
+            skills_dir,
+            base_url=base_url,
+            skip_model_parsing=skip_model_parsing,
+            extra_env=extra_env,
+            load_trajectory=load_trajectory,
+            override_setup_timeout_sec=override_setup_timeout_sec,
+        )
         self._system_prompt = self.default_system_prompt() if system_prompt is None else system_prompt
         self._command_timeout_s, self._max_output_bytes = command_timeout_s, max_output_bytes
         self._max_failures = max_failures

@@ -94,7 +94,7 @@ class GatewayConfig:
 @dataclass
 class AgentConfig:
     import_path: str = "rl360.agents.single_turn:SingleTurnAgent"  # a Harbor agent, module:Class
-    max_turns: int = 1
+    max_turns: int = 1  # model calls of one attempt; the session proxy refuses further ones
     timeout_s: float = 300.0  # the agent's own time, engine waits taken out
     kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the agent's constructor
 

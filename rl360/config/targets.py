@@ -90,7 +90,8 @@ def _source(module: str) -> tuple[ast.Module, ModuleSpec]:
     for part in rest:
         parent, name = spec, f"{name}.{part}"
         locations = parent.submodule_search_locations if parent else None
-        spec = PathFinder.find_spec(name, locations) if locations else None
+        # By its last part: the whole name of a folder without __init__.py makes the finder look for imported parents.
+        spec = PathFinder.find_spec(part, locations) if locations else None
         if spec is None:
             siblings = [p.stem for where in locations or () for p in Path(where).glob("*.py")]
             raise TargetError(f"no module {name}{suggestion(part, [s for s in siblings if s[0] != '_'])}")
@@ -138,7 +139,8 @@ def _absolute(statement: ast.ImportFrom, module: str, spec: ModuleSpec) -> str:
 def _constructor_of(node: ast.ClassDef, module: str, tree: ast.Module, spec: ModuleSpec, hops: int) -> Constructor:
     for statement in node.body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-            return _from_init(node.name, statement)
+            own = _from_init(node.name, statement)
+            return _with_base(own, node, module, hops) if own.accepts_any else own
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
         return _from_dataclass(node)
     for base in node.bases:
@@ -150,6 +152,21 @@ def _constructor_of(node: ast.ClassDef, module: str, tree: ast.Module, spec: Mod
             return Constructor(node.name, {}, (), accepts_any=True)
         return Constructor(node.name, found.annotations, found.required, found.accepts_any)
     return Constructor(node.name, {}, (), accepts_any=bool(node.bases))
+
+
+def _with_base(own: Constructor, node: ast.ClassDef, module: str, hops: int) -> Constructor:
+    """What `**kwargs` hands on: the keywords of the first base class, when that is one of ours and takes no others."""
+    base = node.bases[0] if node.bases else None
+    if not isinstance(base, ast.Name):
+        return own
+    try:
+        found = _class_in(module, base.id, hops - 1)
+    except (TargetError, OSError, SyntaxError):
+        return own
+    if found.accepts_any:
+        return own
+    required = [*own.required, *(name for name in found.required if name not in own.annotations)]
+    return Constructor(own.name, {**found.annotations, **own.annotations}, tuple(required))
 
 
 def _from_init(name: str, init: ast.FunctionDef) -> Constructor:

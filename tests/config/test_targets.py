@@ -21,6 +21,12 @@ class Child(Base):
 class Grandchild(Child):
     pass
 
+class Passes(Base):
+    def __init__(self, *args, width: int = 2, **kwargs): ...
+
+class PassesToAnything(Anything):
+    def __init__(self, *args, width: int = 2, **kwargs): ...
+
 class Anything:
     def __init__(self, **kwargs): ...
 
@@ -49,6 +55,23 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (folder / "base.py").write_text(BASE)
     monkeypatch.syspath_prepend(str(tmp_path))
     return "site_rewards"
+
+
+def test_keywords_that_are_handed_on_are_the_bases(package):
+    found = constructor(f"{package}.parts.Passes")
+    assert (found.annotations, found.required) == ({"root": "str", "depth": "int", "width": "int"}, ("root",))
+    assert argument_problems(found, {"widht": 1, "depth": "x"}, ["root"]) == [
+        "widht: unknown key for Passes; did you mean width?",
+        "depth: 'x'; expected int",
+    ]
+    assert constructor(f"{package}.parts.PassesToAnything").accepts_any
+
+
+def test_packages_without_an_init_file(package, tmp_path):
+    folder = tmp_path / "site_rewards" / "deep" / "er"
+    folder.mkdir(parents=True)
+    (folder / "parts.py").write_text(BASE)
+    assert constructor(f"{package}.deep.er.parts:Base").required == ("root",)
 
 
 def test_signatures_are_read_without_importing(package):

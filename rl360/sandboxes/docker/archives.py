@@ -10,6 +10,7 @@ becomes that file, other links, pipes and devices are left out. Standard library
 
 from __future__ import annotations
 
+import fnmatch
 import io
 import os
 import posixpath
@@ -149,31 +150,50 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
             writer.write(chunk)
 
 
-def carry(archive: Path, folder: str, target: Path) -> list[str]:
-    """What an agent left in `folder`, rewritten for a new container. Returns what was refused.
+def carry(archive: Path, path: str, target: Path, exclude: Sequence[str] = ()) -> list[str]:
+    """What an agent left at `path`, rewritten for a new container. Returns what was refused.
 
     Regular files, folders and links that stay inside come along, with owner, permissions and times, without setuid and
-    setgid bits. Devices, pipes, sockets and links that leave the folder do not.
+    setgid bits. Devices, pipes, sockets and links that leave the folder do not. `exclude`: shell patterns of names or
+    of paths below the folder.
     """
     refused: list[str] = []
+    top = path.strip("/")
     with tarfile.open(archive, "r:") as source, tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as out:
-        top = _folder(folder.strip("/"))
         first = source.next()
-        if first is not None and first.isdir():
-            top.mode, top.uid, top.gid, top.mtime = first.mode & 0o1777, first.uid, first.gid, first.mtime
-        out.addfile(top)
-        for path, member in _members(source, refused):
-            info = tarfile.TarInfo(f"{folder.strip('/')}/{path}")
-            info.mode, info.uid, info.gid, info.mtime = member.mode & 0o1777, member.uid, member.gid, member.mtime
-            info.type = member.type
+        if first is not None and first.isreg():
+            out.addfile(_twin(first, top), source.extractfile(first))
+            return refused
+        if first is None or not first.isdir():
+            return [path]
+        out.addfile(_twin(first, top))
+        for below, member in _members(source, refused):
+            if _is_excluded(below, exclude):
+                continue
+            info = _twin(member, f"{top}/{below}")
+            inside = _linked(below, member)
             if member.isreg():
-                info.size = member.size
                 out.addfile(info, source.extractfile(member))
             elif member.isdir():
                 out.addfile(info)
-            elif (member.issym() or member.islnk()) and (inside := _linked(path, member)) is not None:
-                info.linkname = member.linkname if member.issym() else f"{folder.strip('/')}/{inside}"
+            elif inside is not None and not _is_excluded(inside, exclude):
+                info.linkname = member.linkname if member.issym() else f"{top}/{inside}"
                 out.addfile(info)
             else:
-                refused.append(path)
+                refused.append(below)
     return refused
+
+
+def _twin(member: tarfile.TarInfo, name: str) -> tarfile.TarInfo:
+    """The same entry under another name, without what a name of a user, a bit or an attribute could bring along."""
+    info = tarfile.TarInfo(name)
+    info.type = tarfile.REGTYPE if member.isreg() else member.type
+    info.mode, info.uid, info.gid, info.mtime = member.mode & 0o1777, member.uid, member.gid, member.mtime
+    info.size = member.size if member.isreg() else 0
+    return info
+
+
+def _is_excluded(path: str, patterns: Sequence[str]) -> bool:
+    parts = path.split("/")
+    heads = ["/".join(parts[: n + 1]) for n in range(len(parts))]
+    return any(fnmatch.fnmatch(text, pattern) for pattern in patterns for text in [*parts, *heads])

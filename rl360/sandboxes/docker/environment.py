@@ -16,10 +16,11 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import re
 import secrets
+import shlex
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,18 +31,17 @@ from harbor.environments.docker.docker import DockerEnvironment, _sanitize_docke
 from harbor.models.task.config import NetworkMode
 from harbor.trial.errors import EnvironmentStartTimeoutError
 
-from rl360.sandboxes.docker import abilities, archives, leftovers
+from rl360.sandboxes.docker import abilities, archives, host, leftovers
+from rl360.sandboxes.docker.afresh import collect, removal, restore
 from rl360.sandboxes.docker.client import DockerError, Done, TooLarge, checked, docker, save
-from rl360.sandboxes.docker.recipe import SHARED_NETWORK, SHARED_NETWORK_OPTIONS, Limits, Recipe, on_base
+from rl360.sandboxes.docker.host import CALL_TIMEOUT_S
+from rl360.sandboxes.docker.recipe import Limits, Recipe, on_base
+from rl360.sandboxes.local.artifacts import Artifact, problems_of
 
 _LONGEST_ARGUMENT = 100_000  # bytes; the kernel's limit of one argument is 128 KiB
-_CALL_TIMEOUT_S = 60.0  # of a docker command that only asks or starts something
 _CLIENT_SLACK_S = 10.0
-# What a verifier never takes from an agent: the system, and where its own files go.
-_SYSTEM = (
-    *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/logs/verifier", "/proc", "/run", "/sbin", "/sys", "/tests"),
-    *("/usr/bin", "/usr/lib", "/usr/lib64", "/usr/local/bin", "/usr/local/lib", "/usr/local/sbin", "/usr/sbin"),
-)
+_DEFAULT_WORKDIR, _ARTIFACT_LOGS = "/app", "/logs/artifacts"
+_DEFAULT_ARTIFACTS_MIB = 1024  # without a disk limit
 _TOKEN = "RL360_EXEC"
 # In the sandbox, by the command's own user: end every process that has the command's token in its environment. Twice,
 # for what a process started between the look and the kill.
@@ -53,15 +53,6 @@ _KILL = (
 
 class MemoryLimitExceededError(RuntimeError):
     """The container ran into its memory limit and ended. The name is one of Harbor's error table."""
-
-
-class _Daemon:
-    """What this process has found out about its daemon; the first sandbox asks."""
-
-    lock: asyncio.Lock | None = None
-    ready = False
-    disk_quota = False
-    builds: dict[str, asyncio.Lock]
 
 
 class DockerSandbox(DockerEnvironment):
@@ -98,7 +89,8 @@ class DockerSandbox(DockerEnvironment):
         self._container = ""
         self._image_user = ""
         self._image_workdir = "/"
-        self.exhausted = ""  # after stop too: memory | lifetime, the limit that the sandbox ran into
+        self._tests_in_image = False
+        self.exhausted = ""  # after stop too: memory | lifetime | artifacts, the limit that the sandbox ran into
         super().__init__(*args, **kwargs)
         self._project = _sanitize_docker_compose_project_name(self.session_id)
         self._has_services = self._environment_docker_compose_path.exists() or bool(self.extra_docker_compose_paths)
@@ -128,7 +120,7 @@ class DockerSandbox(DockerEnvironment):
         """Raises SandboxBuildFailedError or EnvironmentStartTimeoutError."""
         network = self._wants_network()
         try:
-            await self._ask_daemon()
+            await host.daemon().ask(self.logger)
             await self._prepare(network, force_build)
             async with asyncio.timeout(self._start_timeout_s):
                 await self._up()
@@ -149,24 +141,6 @@ class DockerSandbox(DockerEnvironment):
                 "and sandbox.network is false; set it to true or leave the task out"
             )
         return True
-
-    async def _ask_daemon(self) -> None:
-        """Once in a process: what the daemon can do; and what killed runs left goes."""
-        if _Daemon.lock is None:
-            _Daemon.lock, _Daemon.builds = asyncio.Lock(), {}
-        async with _Daemon.lock:
-            if _Daemon.ready:
-                return
-            found = await asyncio.to_thread(abilities.probe)
-            if missing := abilities.problems(found):
-                raise SandboxBuildFailedError("; ".join(missing))
-            _Daemon.disk_quota = not any(a.name == "docker disk limit" for a in found)
-            for warning in abilities.warnings(found):
-                self.logger.warning(warning)
-            removed = await leftovers.sweep()
-            if removed:
-                self.logger.warning("removed %d containers of runs that were killed", removed)
-            _Daemon.ready = True
 
     async def _prepare(self, network: bool, force_build: bool) -> None:
         """The image, and every file that Compose reads."""
@@ -190,7 +164,7 @@ class DockerSandbox(DockerEnvironment):
                 cpus=_smaller(self._cpus, self._effective_cpus),
                 pids=self._pids,
                 disk_mib=_smaller(self._disk_mib, self._effective_storage_mb),
-                disk_quota=_Daemon.disk_quota,
+                disk_quota=host.daemon().disk_quota,
             ),
             labels={leftovers.OWNER: leftovers.owner(), leftovers.RUN: self._run_id},
             lifetime_s=self._lifetime_s,
@@ -206,33 +180,25 @@ class DockerSandbox(DockerEnvironment):
         self._mounts_compose_path = self._write_mounts_compose_file()
         self._env_compose_path = self._write_env_compose_file()
         if network and not self._has_services:
-            await self._make_shared_network()
+            await host.make_shared_network()
         if tag is not None:
             await self._build(tag, force_build)
 
     async def _base_id(self) -> str:
         if not self._base:
             return ""
-        done = await docker("image", "inspect", "--format", "{{.Id}}", self._base, timeout_s=_CALL_TIMEOUT_S)
-        if done.return_code != 0:
+        found = await host.image_id(self._base)
+        if found is None:
             raise SandboxBuildFailedError(
                 f"sandbox.base: no image {self._base} at the daemon; docker pull, load or import it, or use auto"
             )
-        return done.stdout.strip()
-
-    async def _make_shared_network(self) -> None:
-        labels = ("--label", "rl360.network=shared")
-        done = await docker("network", "create", *SHARED_NETWORK_OPTIONS, *labels, SHARED_NETWORK, timeout_s=60)
-        if done.return_code != 0 and "already exists" not in done.stderr:
-            raise DockerError(f"docker network create: {done.message}")
+        return found
 
     async def _build(self, tag: str, force: bool) -> None:
         """The task's image, once for each content."""
-        async with _Daemon.builds.setdefault(tag, asyncio.Lock()):
-            if not force:
-                there = await docker("image", "inspect", "--format", "{{.Id}}", tag, timeout_s=_CALL_TIMEOUT_S)
-                if there.return_code == 0:
-                    return
+        async with host.daemon().building(tag):
+            if not force and await host.image_id(tag) is not None:
+                return
             command = ["build", *(("--no-cache",) if force else ()), "main"]
             try:
                 done = await self._compose(*command, timeout_s=self._build_timeout_s)
@@ -254,24 +220,24 @@ class DockerSandbox(DockerEnvironment):
     async def _find_container(self) -> None:
         form = '{{.ID}}\t{{.Label "com.docker.compose.service"}}'
         label = f"label=com.docker.compose.project={self._project}"
-        listed = await checked("ps", "--no-trunc", "--filter", label, "--format", form, timeout_s=_CALL_TIMEOUT_S)
+        listed = await checked("ps", "--no-trunc", "--filter", label, "--format", form, timeout_s=CALL_TIMEOUT_S)
         found = [row.split("\t")[0] for row in listed.splitlines() if row.endswith("\tmain")]
         if not found:
             raise DockerError("the container ended as soon as it was started; does the image have `sleep`?")
         self._container = found[0]
         form = "{{json .Config.User}} {{json .Config.WorkingDir}}"
-        config = await checked("inspect", "--format", form, self._container, timeout_s=_CALL_TIMEOUT_S)
+        config = await checked("inspect", "--format", form, self._container, timeout_s=CALL_TIMEOUT_S)
         self._image_user, workdir = (json.loads(part) for part in config.split(maxsplit=1))
         self._image_workdir = workdir or "/"
 
     async def _make_folders(self) -> None:
-        folders = [*self._mount_targets(writable_only=True), self._workdir]
-        command = f"mkdir -p {' '.join(_quoted(f) for f in folders)}"
-        if logs := self._mount_targets(writable_only=True):
-            command += f" && chmod 777 {' '.join(_quoted(f) for f in logs)}"
-        done = await self._run(command, user="root", timeout_s=_CALL_TIMEOUT_S)
-        if done.return_code != 0:
-            raise DockerError(f"making {folders}: {done.message}; the image needs bash")
+        """Harbor's log folders, and the working directory. Raises DockerError: the image needs bash."""
+        logs = [shlex.quote(folder) for folder in self._mount_targets(writable_only=True)]
+        await self._as_root(f"mkdir -p {shlex.quote(self._workdir)} {' '.join(logs)}")
+        if logs:
+            await self._as_root(f"chmod 777 {' '.join(logs)}")
+        tests = await self._run("test -e /tests", user="root", timeout_s=CALL_TIMEOUT_S)
+        self._tests_in_image = tests.return_code == 0
 
     @property
     def _workdir(self) -> str:
@@ -298,7 +264,7 @@ class DockerSandbox(DockerEnvironment):
     async def _note_exhausted(self) -> bool:
         """Whether the container still runs; what it ran into is noted when it does not."""
         form = "{{.State.Running}} {{.State.OOMKilled}} {{.State.ExitCode}}"
-        done = await docker("inspect", "--format", form, self._container, timeout_s=_CALL_TIMEOUT_S)
+        done = await docker("inspect", "--format", form, self._container, timeout_s=CALL_TIMEOUT_S)
         running, out_of_memory, code = done.stdout.split() if done.return_code == 0 else ("false", "false", "1")
         if running == "true":
             return True
@@ -308,58 +274,67 @@ class DockerSandbox(DockerEnvironment):
 
     # -- before the verifier ------------------------------------------------------------------------------------
 
-    async def settle_for_verifier(self, verifier_user: str | int | None) -> None:
-        """A new container from the same image, with what the agent left in the working directory, and nothing else.
+    async def start_afresh(self, declared: Sequence[Artifact], verifier_user: str | int | None) -> None:
+        """Before verification: end the agent's container and go on in a new one, with the artifacts only.
 
-        No process of the agent is left, the system, `/tests` and the reward folder are as the image has them, and so is
-        everything outside the working directory and the other log folders. A working directory that is part of the
-        system (`/`, `/etc`, ...) cannot be carried: the container is then restarted, which ends every process, and its
-        reward folder and `/tests` are emptied by its own programs.
+        The artifacts are the working directory, /logs/artifacts and what the task declares. Services of a task's
+        Compose file go on as they are. Raises RuntimeError when they are larger than the limit (then `exhausted` says
+        so), or what a start raises.
         """
-        self._running()
-        logs = [f for f in self._mount_targets(writable_only=True) if not f.startswith("/logs/verifier")]
-        if _is_system(self._workdir):
-            self.logger.warning("the working directory %s is part of the system: it is not made new", self._workdir)
-            await self._restart_in_place()
-        else:
-            await self._carry_over([self._workdir, *logs])
-        as_root = verifier_user in (None, "root", 0, "0") and self._image_user in ("", "root", "0")
-        mode = "755" if as_root else "777"
-        done = await self._run(f"mkdir -p /logs/verifier && chmod {mode} /logs/verifier", user="root", timeout_s=60)
-        if done.return_code != 0:
-            raise RuntimeError(f"the reward folder could not be made: {done.message}")
-
-    async def _carry_over(self, folders: list[str]) -> None:
+        old, artifacts = self._running(), self._artifacts(declared)
         assert self._scratch is not None
-        old = self._container
-        await checked("kill", old, timeout_s=_CALL_TIMEOUT_S)
-        carried: list[Path] = []
-        for index, folder in enumerate(folders):
-            raw = Path(self._scratch.name) / f"left{index}.tar"
-            clean = Path(self._scratch.name) / f"carry{index}.tar"
-            try:
-                await save(raw, archives.MAX_BYTES, "cp", f"{old}:{folder}", "-")
-            except DockerError:
-                continue  # the agent removed it
-            except TooLarge as error:
-                raise RuntimeError(f"{folder}: the agent left {error}") from error
-            refused = await asyncio.to_thread(archives.carry, raw, folder, clean)
-            raw.unlink()
-            if refused:
-                self.logger.warning("%d entries of %s stay behind, e.g. %s", len(refused), folder, refused[0])
-            carried.append(clean)
-        await checked("rm", "--force", "--volumes", old, timeout_s=_CALL_TIMEOUT_S)
-        await self._up()
-        # Deletions come along too: the image's own content goes first.
-        emptied = " ".join(_quoted(f) for f in folders)
-        await self._run(f"find {emptied} -mindepth 1 -delete", user="root", timeout_s=_CALL_TIMEOUT_S)
-        for clean in carried:
-            await checked("cp", "-", f"{self._container}:/", stdin=clean)
-            clean.unlink()
+        try:
+            await checked("kill", old, timeout_s=CALL_TIMEOUT_S)
+            carried = await collect(old, artifacts, Path(self._scratch.name), self._most_artifact_bytes())
+            await checked("rm", "--force", "--volumes", old, timeout_s=CALL_TIMEOUT_S)
+            await self._up()
+            await self._upload_environment_dir_after_start()
+            await self.run_healthcheck()
+            await self._as_root(removal(carried))
+            await restore(self._container, carried)
+            await self._make_reward_folder(verifier_user)
+        except TooLarge as error:
+            self.exhausted = "artifacts"
+            raise RuntimeError(str(error)) from error
+        except TimeoutError as error:
+            raise RuntimeError("the docker daemon did not answer in time") from error
+        refused = [f"{one.artifact.path}/{path}" for one in carried for path in one.refused]
+        if refused:
+            self.logger.warning("%d artifacts refused: %s", len(refused), ", ".join(refused[:20]))
 
-    async def _restart_in_place(self) -> None:
-        await checked("restart", "--time", "0", self._container, timeout_s=_CALL_TIMEOUT_S)
-        await self._run("rm -rf /logs/verifier /tests", user="root", timeout_s=_CALL_TIMEOUT_S)
+    def _artifacts(self, declared: Sequence[Artifact]) -> list[Artifact]:
+        """Raises SandboxBuildFailedError for paths that cannot be carried."""
+        workdir = _DEFAULT_WORKDIR if self._workdir == "/" else self._workdir
+        artifacts = [Artifact(workdir, required=True), Artifact(_ARTIFACT_LOGS, required=True)]
+        artifacts += [replace(a, path=self._absolute(a.path)) for a in declared]
+        if problems := problems_of([a.path for a in artifacts]):
+            raise SandboxBuildFailedError(
+                f"{self.environment_name}: {'; '.join(problems)}; choose other paths, or [verifier] environment_mode "
+                '= "shared", which is weaker'
+            )
+        return artifacts
+
+    def _most_artifact_bytes(self) -> int:
+        return (_smaller(self._disk_mib, self._effective_storage_mb) or _DEFAULT_ARTIFACTS_MIB) * 2**20
+
+    async def settle_for_verifier(self, verifier_user: str | int | None) -> None:
+        """For tasks that ask for the shared state: no process of the agent is left, the verifier's folders are new.
+
+        `/tests` goes unless the image brought it, so that planted hooks go with it. Altered programs stay.
+        """
+        await checked("restart", "--time", "0", self._running(), timeout_s=CALL_TIMEOUT_S)
+        await self._as_root(f"rm -rf /logs/verifier {'' if self._tests_in_image else '/tests'}")
+        await self._make_reward_folder(verifier_user)
+
+    async def _make_reward_folder(self, verifier_user: str | int | None) -> None:
+        """Writable for the verifier's user only: a test that runs the answer as another user is not graded by it."""
+        as_root = verifier_user in (None, "root", 0, "0") and self._image_user in ("", "root", "0")
+        await self._as_root(f"mkdir -p /logs/verifier && chmod {'755' if as_root else '777'} /logs/verifier")
+
+    async def _as_root(self, command: str) -> None:
+        done = await self._run(command, cwd="/", user="root", timeout_s=CALL_TIMEOUT_S)
+        if done.return_code != 0:
+            raise DockerError(f"{command}: {done.message}")
 
     # -- commands -----------------------------------------------------------------------------------------------
 
@@ -477,7 +452,7 @@ class DockerSandbox(DockerEnvironment):
         if not source.is_dir():
             raise RuntimeError(f"file transfer failed: {source} is no folder")
         target = self._absolute(target_dir)
-        await self.exec(f"mkdir -p {_quoted(target)}", user="root", timeout_sec=int(_CALL_TIMEOUT_S), cwd="/")
+        await self.exec(f"mkdir -p {shlex.quote(target)}", user="root", timeout_sec=int(CALL_TIMEOUT_S), cwd="/")
         async with self._archive() as archive:
             await asyncio.to_thread(archives.pack, [(source, target)], archive)
             await checked("cp", "-", f"{self._container}:/", stdin=archive)
@@ -504,17 +479,7 @@ class DockerSandbox(DockerEnvironment):
         return Done(result.return_code, result.stdout or "", result.stderr or "")
 
 
-def _is_system(folder: str) -> bool:
-    """Whether a folder is, holds or is part of the system that the verifier runs in."""
-    path = PurePosixPath(re.sub("/+", "/", folder))
-    return any(path == s or s in path.parents or path in s.parents for s in map(PurePosixPath, _SYSTEM))
-
-
 def _smaller(configured: float, asked: float | None) -> Any:
     """The smaller of two limits, where 0 and None mean no limit."""
     limits = [value for value in (configured, asked) if value]
     return min(limits) if limits else type(configured)(0)
-
-
-def _quoted(path: str) -> str:
-    return "'" + path.replace("'", "'\\''") + "'"

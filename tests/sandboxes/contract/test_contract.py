@@ -276,13 +276,10 @@ async def test_the_kernel_is_out_of_reach(start: Any, backend: Backend) -> None:
     if not backend.isolates:
         pytest.skip("the service's own affair")
     s = await start()
-    for command in (
-        "mount -t tmpfs x /mnt",
-        "mknod /tmp/null c 1 3",
-        "echo 1 > /proc/sys/kernel/panic",
-        "chroot / true",
-    ):
+    for command in ("mount -t tmpfs x /mnt", "mknod /tmp/null c 1 3"):
         assert (await s.exec(command)).return_code != 0, command
+    path = "/proc/sys/vm/swappiness"  # the value that is there already, so that a hole would change nothing
+    assert (await s.exec(f"v=$(cat {path}) && echo $v > {path}")).return_code != 0
     assert "NoNewPrivs:\t1" in await out(s, "cat /proc/self/status")
 
 
@@ -303,6 +300,32 @@ async def test_a_shared_verifier_finds_no_process_and_no_file_of_the_agents(star
     await asyncio.sleep(0.3)
     assert await out(s, "ls -A /logs/verifier; ls -A /tests 2>/dev/null || true") == ""
     await out(s, "echo 0.5 > /logs/verifier/reward.txt")
+
+
+async def test_a_verifier_starts_afresh_with_the_work_and_nothing_else(start: Any, backend: Backend) -> None:
+    """Where a sandbox cannot change over by itself, Harbor's separate verifier environment does the same."""
+    from rl360.sandboxes.local.artifacts import Artifact
+
+    s = await start("FROM x\nWORKDIR /app\nRUN echo old > /app/kept && echo old > /app/removed && mkdir /data\n")
+    if not hasattr(s, "start_afresh"):
+        pytest.skip("Harbor's separate verifier environment is used")
+    await out(
+        s, "mkdir 'a b'; echo new > 'a b/c'; chmod 4750 'a b/c'; rm removed; ln -s 'a b/c' good; ln -s /etc/passwd bad"
+    )
+    await out(s, "mkfifo pipe; echo data > /data/made; echo skip > /data/x.log; echo artifact > /logs/artifacts/f")
+    await out(s, "printf '#!/bin/sh\\necho fooled\\n' > /usr/local/bin/python3; chmod +x /usr/local/bin/python3")
+    await out(
+        s, "mkdir -p /tests; echo planted > /tests/conftest.py; echo 1 > /logs/verifier/reward.txt; echo x > /root/x"
+    )
+    await out(s, "echo x > /root/x")
+    await out(s, "(setsid sh -c 'while :; do echo 1 > /logs/verifier/reward.txt; sleep 0.01; done' > /dev/null 2>&1 &)")
+    await s.start_afresh([Artifact("/data", exclude=("*.log",))], None)
+    assert await out(s, "cat kept 'a b/c' good /data/made /logs/artifacts/f") == "old\nnew\nnew\ndata\nartifact"
+    assert await out(s, "stat -c %a 'a b/c'") == "750"
+    assert await out(s, "ls -d removed bad pipe /data/x.log /tests/conftest.py /root/x 2>/dev/null || true") == ""
+    assert await out(s, "python3 -c 'print(1 + 1)'") == "2"
+    await asyncio.sleep(0.2)
+    assert await out(s, "ls -A /logs/verifier; stat -c %a /logs/verifier") == "755"
 
 
 async def test_after_the_stop_nothing_runs(start: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +63,30 @@ async def test_in_user_namespaces(tmp_path: Path, cache: Path) -> None:
     attacks = {name: EVERY[name] for name in ACROSS}
     results = await kit.attack(task, {**attacks, **CONTROLS}, tmp_path, cache, sandbox={"unprivileged": True})
     assert kit.scores(results) == {**dict.fromkeys(attacks, 0.0), "oracle": 1.0, "nothing": 0.0}
+
+
+AS_A_USER = """
+import asyncio, json, os, sys
+from pathlib import Path
+from tests.attacks import kit, test_reward
+assert os.geteuid() == 1000
+folder = Path(sys.argv[1])
+attacks = {name: test_reward.EVERY[name] for name in test_reward.ACROSS} | test_reward.CONTROLS
+task = kit.write_task(folder / "victim")
+limits = {"memory_mib": 0, "pids": 0, "cpus": 0.0}
+print(json.dumps(kit.scores(asyncio.run(kit.attack(task, attacks, folder, folder / "cache", sandbox=limits)))))
+"""
+
+
+def test_without_root_at_all(tmp_path: Path) -> None:
+    """As uid 1000 without any capability: in a user namespace of its own when the tests run as root."""
+    command = [sys.executable, "-c", AS_A_USER, str(tmp_path)]
+    if os.getuid() == 0:
+        command = ["bwrap", "--unshare-user", "--uid", "1000", "--gid", "1000", "--dev-bind", "/", "/", "--", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = {**dict.fromkeys(ACROSS, 0.0), "oracle": 1.0, "nothing": 0.0}
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
 async def test_with_the_disk_in_a_folder(tmp_path: Path, cache: Path) -> None:

@@ -73,7 +73,7 @@ class Carried:
     """What happened, and what may still come."""
 
     bytes_left: int
-    entries_left: int = MAX_ENTRIES
+    entries_left: int
     files: int = 0
     removed: int = 0
     num_refused: int = 0
@@ -141,7 +141,7 @@ def carry(old: Disk, new: Disk, artifacts: Sequence[Artifact], max_bytes: int) -
 
     Raises ArtifactsTooLarge, or OSError when the new disk refuses (it is full).
     """
-    carried = Carried(max_bytes)
+    carried = Carried(max_bytes, MAX_ENTRIES)
     done: list[str] = []
     for artifact in sorted(artifacts, key=lambda a: len(a.path)):
         path = resolve(new, artifact.path)

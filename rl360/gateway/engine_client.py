@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 
 from rl360.errors import EngineError
+from rl360.gateway.prompt_ids import PromptIds
 
 # Characters of an engine's error body that go into the message.
 QUOTED_CHARS = 500
@@ -58,13 +59,9 @@ class HttpEngine:
 
         When the deadline passes the engine is told to drop the request.
         """
-        body = {
-            "input_ids": [int(token) for token in input_ids],
-            "sampling_params": dict(sampling_params),
-            "return_logprob": True,
-            "rid": rid,
-            "stream": False,
-        }
+        rest = {"sampling_params": dict(sampling_params), "return_logprob": True, "rid": rid, "stream": False}
+        ids = input_ids.json if isinstance(input_ids, PromptIds) else ",".join(map(str, map(int, input_ids))).encode()
+        body = b'{"input_ids":[' + ids + b"]," + json.dumps(rest).encode()[1:]
         try:
             reply = await self._json("POST", "/generate", body, self._request_timeout_s)
         except EngineError as error:
@@ -144,9 +141,11 @@ class HttpEngine:
 
     async def _call(self, method: str, path: str, body: Any, timeout_s: float) -> bytes:
         where = self.url + path
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
         try:
             async with asyncio.timeout(timeout_s):
-                async with self._session().request(method, where, json=body, headers=self._headers) as response:
+                async with self._session().request(method, where, data=data, headers=headers) as response:
                     raw = await response.read()
                     status = response.status
         except TimeoutError:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl360.errors import EngineError
+from rl360.gateway.prompt_ids import IdText, PromptIds
 from rl360.protocols import Engine
 from rl360.types import Sampling, VersionSpan
 
@@ -118,6 +119,7 @@ class EnginePool:
         self._loads = [_Load(engine) for engine in engines]
         self._timeout_s = timeout_s
         self._affinity: dict[str, _Load] = {}
+        self._texts: dict[str, IdText] = {}
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def generate(
@@ -133,6 +135,10 @@ class EnginePool:
 
     def forget(self, session: str) -> None:
         """A closed session's engine may take another one."""
+        self._texts.pop(session, None)
+        self._leave(session)
+
+    def _leave(self, session: str) -> None:
         if load := self._affinity.pop(session, None):
             load.sessions.discard(session)
 
@@ -148,10 +154,12 @@ class EnginePool:
         spans: list[VersionSpan] = []
         says: list[Mapping[str, Any]] = []
         pause_s = FIRST_PAUSE_S
+        text = self._texts.setdefault(session, IdText())
         while True:
             part = len(says)
             params = sampling_params(sampling, max_new_tokens - len(ids), mix_seed(seed, part) if part else seed)
-            reply, url = await self._ask(session, f"{rid}.{part}", [*prompt_ids, *ids], params)
+            prompt = text.of(prompt_ids + array(prompt_ids.typecode, ids) if ids else prompt_ids)
+            reply, url = await self._ask(session, f"{rid}.{part}", prompt, params)
             spans += [VersionSpan(s.version, len(ids) + s.start, len(ids) + s.end) for s in reply.version_spans]
             ids += reply.token_ids
             logprobs += reply.logprobs
@@ -165,7 +173,7 @@ class EnginePool:
             pause_s = FIRST_PAUSE_S if reply.token_ids else min(2 * pause_s, LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s)
 
-    async def _ask(self, session: str, rid: str, ids: list[int], params: Mapping[str, Any]) -> tuple[Reply, str]:
+    async def _ask(self, session: str, rid: str, ids: PromptIds, params: Mapping[str, Any]) -> tuple[Reply, str]:
         """One request, on another engine where one fails; the last failure is raised when all have."""
         failed: list[_Load] = []
         again = False
@@ -197,7 +205,7 @@ class EnginePool:
             return pinned
         free = [load for load in self._loads if load not in failed]
         load = min(free, key=lambda one: (one.open_requests, len(one.sessions)))
-        self.forget(session)
+        self._leave(session)
         self._affinity[session] = load
         load.sessions.add(session)
         return load

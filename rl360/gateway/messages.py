@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DIGEST_BYTES = 16  # collisions within one session are out of reach, and a long history stays small
+_ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))  # json.dumps makes one a call
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # the names that servers and clients use for it
 
 
@@ -46,7 +47,7 @@ class CanonicalMessage:
 
 def digest(value: object) -> bytes:
     """Digest of any JSON value; the order of keys and the white space of its source do not matter."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    text = _ENCODER.encode(value)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 

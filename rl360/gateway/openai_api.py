@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl360.gateway.messages import CanonicalMessage, MessageError, canonical, digest, normalise
@@ -46,6 +46,7 @@ class ChatRequest:
     key: bytes
     parse_tools: bool
     model: str
+    raw: tuple[dict[str, Any], ...] = field(default=(), repr=False, compare=False)  # the messages as they came
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,12 @@ class SampledToken:
     logprob: float
 
 
-def parse_request(body: bytes) -> tuple[ChatRequest, ReplyOptions]:
-    """Read a request. Raises RequestError 400 naming the field."""
+def parse_request(body: bytes, before: ChatRequest | None = None) -> tuple[ChatRequest, ReplyOptions]:
+    """Read a request. Raises RequestError 400 naming the field.
+
+    `before`: the session's last request. A long history is mostly the same messages again; what came just so before is
+    taken from there.
+    """
     try:
         data = json.loads(body)
     except ValueError as error:
@@ -77,15 +82,11 @@ def parse_request(body: bytes) -> tuple[ChatRequest, ReplyOptions]:
     raw = data.get("messages")
     if not isinstance(raw, list) or not raw or not all(isinstance(m, dict) for m in raw):
         raise RequestError(400, "messages: expected a list of at least one message", param="messages")
-    try:
-        messages = tuple(normalise(message, f"messages[{i}]") for i, message in enumerate(raw))
-    except MessageError as error:
-        raise RequestError(400, str(error), param=error.param) from error
+    messages, history = _messages(raw, before)
     tools = _tools(data.get("tools"))
     arguments = data.get("chat_template_kwargs") or {}
     if not isinstance(arguments, dict):
         raise RequestError(400, "chat_template_kwargs: expected an object", param="chat_template_kwargs")
-    history = tuple(canonical(message) for message in messages)
     context = digest([tools, arguments])
     request = ChatRequest(
         messages=messages,
@@ -96,6 +97,7 @@ def parse_request(body: bytes) -> tuple[ChatRequest, ReplyOptions]:
         key=_key(history, context, [data.get(field) for field in IDENTITY_FIELDS]),
         parse_tools=bool(tools) and data.get("tool_choice") != "none",
         model=str(data.get("model") or "policy"),
+        raw=tuple(raw),
     )
     options = ReplyOptions(
         stream=bool(data.get("stream")),
@@ -104,6 +106,32 @@ def parse_request(body: bytes) -> tuple[ChatRequest, ReplyOptions]:
         token_ids=bool(data.get("return_token_ids")),
     )
     return request, options
+
+
+def _messages(
+    raw: Sequence[dict[str, Any]], before: ChatRequest | None
+) -> tuple[tuple[dict[str, Any], ...], tuple[CanonicalMessage, ...]]:
+    """Messages as templates expect them, and the same comparable."""
+    same = 0
+    if before is not None:
+        for sent, known in zip(raw, before.raw, strict=False):
+            if not _came_before(sent, known):
+                break
+            same += 1
+    try:
+        new = [normalise(message, f"messages[{same + i}]") for i, message in enumerate(raw[same:])]
+    except MessageError as error:
+        raise RequestError(400, str(error), param=error.param) from error
+    if before is None or not same:
+        return tuple(new), tuple(map(canonical, new))
+    return (*before.messages[:same], *new), (*before.history[:same], *map(canonical, new))
+
+
+def _came_before(sent: dict[str, Any], known: dict[str, Any]) -> bool:
+    """Whether both are the same JSON. In Python alone 1, 1.0 and true are equal, and text is the rule."""
+    if sent != known:
+        return False
+    return all(type(value) is str for value in sent.values()) or json.dumps(sent) == json.dumps(known)
 
 
 def completion(

@@ -131,13 +131,16 @@ class ProxySession:
         self._failure: tuple[int, str] | None = None  # (clock tick, cause) of the last call that failed
         self._tick = 0
         self._closed = False
+        self._last: ChatRequest | None = None  # the next one repeats most of it
         self._waiting = 0
         self._waiting_since = 0.0
         self._waited_s = 0.0
 
     async def read(self, body: bytes) -> tuple[ChatRequest, ReplyOptions]:
         """Parse a request off the event loop. Raises RequestError."""
-        return await self._offload(parse_request, body)
+        request, options = await self._offload(parse_request, body, self._last)
+        self._last = request
+        return request, options
 
     def call(self, request: ChatRequest) -> Call:
         """The call that answers a request: a running or finished one for a retry, else a new one.

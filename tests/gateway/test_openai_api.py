@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rl360.gateway.openai_api import (
+    ChatRequest,
     RequestError,
     completion,
     context_length_error,
@@ -95,3 +96,26 @@ def test_a_stream_says_the_same_as_the_completion() -> None:
     assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
     assert chunks[-2]["rl360"] == payload["rl360"]
     assert all("usage" not in json.loads(e[6:]) for e in list(stream_events(payload, False))[:-1])
+
+
+def test_what_came_before_is_taken_from_there_only_if_it_is_the_same_text() -> None:
+    """1, 1.0 and true are equal in Python, and not the same message."""
+
+    def call(value: object) -> dict[str, object]:
+        function = {"name": "f", "arguments": {"x": value}}
+        return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
+
+    def request(*messages: dict[str, object], before: ChatRequest | None = None) -> ChatRequest:
+        return parse_request(json.dumps({"messages": messages}).encode(), before)[0]
+
+    user = {"role": "user", "content": "x"}
+    first = request(user, call(1))
+    again = request(user, call(1), user, before=first)
+    assert (again.history[:2], again.messages[:2]) == (first.history, first.messages)
+    assert again.messages[1] is first.messages[1]
+    for value in (True, 1.0, "1"):
+        changed = request(user, call(value), user, before=first)
+        alone = request(user, call(value), user)
+        assert (changed.key, changed.history) == (alone.key, alone.history)
+        assert changed.key != again.key
+    assert again.key == request(user, call(1), user).key

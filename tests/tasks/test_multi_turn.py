@@ -70,11 +70,11 @@ def lay_out(task_id: str, stage: Path, pool: Path = POOL) -> None:
     shutil.copytree(pool / task_id / "tests", stage / "tests")
 
 
-def grade(stage: Path) -> tuple[str, str]:
+def grade(stage: Path, uid: int | None = None) -> tuple[str, str]:
     reward = stage / "logs" / "reward.txt"
     script = stage / "tests" / "grading.py"
     command = [SANDBOX_PYTHON, "-I", "-S", "-B", str(script), str(stage / "app"), str(reward)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, user=uid)
     return reward.read_text(), done.stdout + done.stderr
 
 
@@ -157,6 +157,60 @@ def test_hostile_answers_score_zero(name: str, stage: Path) -> None:
     if name == "leaves a process":
         time.sleep(0.5)
         assert not mark.exists()
+
+
+SIGNALS = (
+    "import os, signal\n"
+    "done = []\n"
+    "for name in ('grader', 'session'):\n"
+    "    try:\n"
+    "        os.kill(os.getppid() if name == 'grader' else 0, signal.SIGKILL)\n"
+    "        done.append(name)\n"
+    "    except PermissionError: pass\n"
+    "import fcntl, resource\n"
+    "for name, call in (\n"
+    "    ('owner', lambda: fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())),\n"
+    "    ('limit', lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))),\n"
+    "):\n"
+    "    try:\n"
+    "        call()\n"
+    "        done.append(name)\n"
+    "    except PermissionError: pass\n"
+    "fcntl.fcntl(0, fcntl.F_GETFL)\n"
+    "resource.setrlimit(resource.RLIMIT_CPU, (5, 5))\n"
+    "print(done)\n"
+)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user first")
+@pytest.mark.parametrize("name", ["writes the reward", "kills the grader", "leaves a process"])
+def test_with_one_user_the_answer_cannot_end_its_grader(name: str, stage: Path) -> None:
+    """As in a sandbox with a single user: the answer may write the reward file, and the grader writes it last."""
+    lay_out("count-words", stage, BUNDLED / "template")
+    reward, mark = stage / "logs" / "reward.txt", stage / "logs" / "mark"
+    paths = f"REWARD, MARK = {str(reward)!r}, {str(mark)!r}\n"
+    wrong = "import os\nos.system('true')\n"
+    (stage / "app" / "count_words.py").write_text(wrong + paths + HOSTILE[name] + HOSTILE["writes the reward"])
+    for folder, _, files in os.walk(stage):
+        for file in (".", *files):
+            os.chown(Path(folder) / file, 65533, 65533)
+    got, said = grade(stage, uid=65533)
+    assert got == "0\n", said
+    assert not reward.with_suffix(".json").exists()
+    time.sleep(0.5)
+    assert not mark.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user first")
+def test_what_the_filter_refuses_and_leaves(stage: Path) -> None:
+    lay_out("count-words", stage, BUNDLED / "template")
+    (stage / "app" / "count_words.py").write_text(SIGNALS)
+    for folder, _, files in os.walk(stage):
+        for file in (".", *files):
+            os.chown(Path(folder) / file, 65533, 65533)
+    got, said = grade(stage, uid=65533)
+    assert got == "0\n"
+    assert "got [0, '[]\\n']" in said
 
 
 @pytest.mark.slow

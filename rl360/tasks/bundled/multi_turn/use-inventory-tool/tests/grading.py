@@ -5,8 +5,9 @@ verdict), so that a crash, a hang or a kill leaves a zero. Every function of che
 gets a `Work` and raises `Failed` (or anything else) when the agent's work is not right; all must pass.
 
 The agent's code runs in a copy of the folder, as a user of its own where this runs as root, with little time, memory
-and disk; whatever it leaves running is killed, and it sees neither the checks nor the reward file. Where this does not
-run as root (a sandbox with one user) the checks are off the disk and the limits hold, and that is all.
+and disk; whatever it leaves running is killed, and it sees neither the checks nor the reward file. Where this cannot
+change users (a sandbox with one) the checks are off the disk all the same, and the agent's code may not send signals:
+it cannot end this process, which writes the reward last.
 
 Standard library only, and no syntax newer than the Python of an old sandbox.
 """
@@ -19,6 +20,7 @@ import resource
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -34,7 +36,17 @@ MAX_COPY_BYTES = 64 * 1024 * 1024
 MAX_COPY_FILES = 5000
 UID_RANGE = (30000, 60000)  # a user of its own for each grading: limits on processes count per user, not per sandbox
 PATH = "/usr/local/bin:/usr/bin:/bin:/opt/python/bin"
-PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 4, 22, 36, 38
+
+# Machine -> its number for audit, and its numbers of system calls by which one process can end or change another: kill,
+# tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal, ptrace, process_vm_readv, process_vm_writev;
+# then prlimit64, fcntl and ioctl, which can too with some arguments.
+SYSTEM_CALLS = {
+    "x86_64": (0xC000003E, (62, 200, 234, 129, 297, 424, 101, 310, 311), 302, 72, 16),
+    "aarch64": (0xC00000B7, (129, 130, 131, 138, 240, 424, 117, 270, 271), 261, 25, 29),
+}
+F_SETOWN, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP = 8, 15, 0x8901, 0x8902  # who gets the signals of a descriptor
+X32_BIT = 0x40000000  # of x86_64: the same calls by other numbers
 
 REPLY_FD = "<reply>"  # stands for a number in a command
 
@@ -203,9 +215,10 @@ def copy_tree(source, target):
 def limit_child(uid):
     """In the child: another user where that is possible, a session of its own, little of everything."""
     os.setsid()
-    if try_to(os.setgroups, []):
-        try_to(os.setgid, uid)
-        try_to(os.setuid, uid)
+    try_to(os.setgroups, [])
+    try_to(os.setgid, uid)
+    if not try_to(os.setuid, uid):
+        forbid_signals()
     for limit, value in (
         (resource.RLIMIT_CPU, CPU_LIMIT_S),
         (resource.RLIMIT_AS, MEMORY_LIMIT_BYTES),
@@ -214,6 +227,32 @@ def limit_child(uid):
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(limit, (value, value))
+
+
+def forbid_signals():
+    """Refuse the system calls that reach other processes, by a seccomp filter that children inherit."""
+    machine = SYSTEM_CALLS.get(os.uname().machine)
+    if machine is None:
+        return
+    architecture, refused, prlimit, fcntl, ioctl = machine
+    load, equal_to, at_least, give = 0x20, 0x15, 0x35, 0x06  # BPF: load a word, compare, return
+    allow, refuse = (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x00050001)  # refuse: EPERM
+    first, second = (load, 0, 0, 16), (load, 0, 0, 24)  # low words of the first two arguments
+    code = [(load, 0, 0, 4), (equal_to, 1, 0, architecture), refuse]
+    code += [(load, 0, 0, 0), (at_least, 0, 1, X32_BIT), refuse]
+    for number in refused:
+        code += [(equal_to, 0, 1, number), refuse]
+    code += [(equal_to, 0, 4, prlimit), first, (equal_to, 0, 1, 0), allow, refuse]
+    for number, requests in ((fcntl, (F_SETOWN, F_SETOWN_EX)), (ioctl, (FIOSETOWN, SIOCSPGRP))):
+        code += [(equal_to, 0, 5, number), second, (equal_to, 1, 0, requests[0]), (equal_to, 0, 1, requests[1])]
+        code += [refuse, allow]
+    code.append(allow)
+    program = b"".join(struct.pack("HBBI", *line) for line in code)
+    buffer = ctypes.create_string_buffer(program)
+    header = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(header), 0, 0)
 
 
 def kill_children():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rl360.sandboxes.local import host
 from tests.attacks import kit
 
 pytestmark = pytest.mark.sandbox
@@ -136,7 +137,19 @@ async def test_harbors_separate_verifier_holds_too(tmp_path: Path, cache: Path) 
     assert kit.scores(results) == {**dict.fromkeys(names, 0.0), "oracle": 1.0, "nothing": 0.0}
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+async def test_other_environments_get_harbors_separate_verifier(tmp_path: Path, cache: Path) -> None:
+    """An environment that does not change over itself, here the local one by another name: the task says nothing."""
+    task = kit.write_task(tmp_path / "victim")
+    names = ("loop", "path-shims", "kills-the-verifier", "answer-is-a-link-to-the-tests")
+    other = {
+        "import_path": "rl360.sandboxes.local.environment:LocalSandbox",
+        "kwargs": {"cache_dir": str(cache), "run_id": "other", "disk_mib": 64},
+    }
+    results = await kit.attack(task, {n: EVERY[n] for n in names} | CONTROLS, tmp_path, cache, sandbox=other)
+    host.close_hosts()
+    assert kit.scores(results) == {**dict.fromkeys(names, 0.0), "oracle": 1.0, "nothing": 0.0}
+
+
 async def test_a_task_with_steps_is_refused(tmp_path: Path, cache: Path) -> None:
     task = kit.write_task(tmp_path / "victim", toml='[[steps]]\nname = "one"\n')
     step = task.path / "steps/one"

@@ -8,10 +8,15 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from rl360.sandboxes.local import rootfs
+from rl360.sandboxes.local.artifacts import Artifact
 
 pytestmark = pytest.mark.sandbox
 
@@ -311,3 +316,84 @@ def test_without_root_at_all(tmp_path: Path) -> None:
     assert f"stdout='0\\nx\\n{256 * 1024}\\n'" in result
     assert memory_error == "True"
     assert not Path("/usr/bin/new").exists()
+
+
+async def test_a_fresh_sandbox_has_the_artifacts_only(start_sandbox: Any) -> None:
+    text = "FROM x\nRUN mkdir -p /srv/data && echo image > /srv/data/file\nWORKDIR /app\nRUN echo image > kept\n"
+    s = await start_sandbox(text)
+    await out(s, "echo mine | tee file /srv/data/new /srv/lost /usr/lost /tmp/lost /logs/artifacts/log; rm /etc/issue")
+    await out(s, "(setsid sleep 1234 &)")
+    await s.start_afresh([Artifact("/srv/data"), Artifact("relative.txt")], None)
+    assert await out(s, "cat file kept /srv/data/* /logs/artifacts/log") == "mine\nimage\nimage\nmine\nmine"
+    assert await out(s, "ls /srv/lost /usr/lost /tmp/lost 2>/dev/null | wc -l; ls /etc/issue") == "0\n/etc/issue"
+    assert (await s.exec("pgrep -c sleep")).stdout == "0\n"
+    assert await out(s, "pwd; stat -c %a /logs/verifier; ls -A /logs/verifier") == "/app\n755"
+    assert (s.exhausted, s.carried.num_refused) == ("", 0)
+
+
+async def test_a_fresh_sandbox_without_overlayfs(start_sandbox: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl360.sandboxes.local import host
+
+    probe = host.abilities.probe
+    monkeypatch.setattr(host.abilities, "probe", lambda **kw: replace(probe(**kw), root_mode="copy"))
+    s = await start_sandbox("FROM x\nWORKDIR /app\nRUN echo image > kept\n", base="host")
+    await out(s, "echo mine > file; rm kept; echo x > /etc/issue")
+    assert (await s.exec("echo x > /usr/bin/env")).return_code != 0
+    await s.start_afresh([], None)
+    assert await out(s, "ls; cat file; cat /etc/issue | grep -c ^x$ || true") == "file\nmine\n0"
+    for path in rootfs._private(["usr"])[:5] if os.getuid() == 0 else []:
+        assert (await s.exec(f"ls -A /{path} | grep . || cat /{path} | grep .")).return_code != 0, path
+
+
+async def test_too_many_artifacts_end_the_trial_and_say_so(start_sandbox: Any) -> None:
+    s = await start_sandbox(disk_mib=32, artifacts_mib=1)
+    await out(s, "head -c 1000000 /dev/zero > a; head -c 1000000 /dev/zero > b")
+    with pytest.raises(RuntimeError, match="more bytes than the limit"):
+        await s.start_afresh([], None)
+    assert s.exhausted == "artifacts"
+
+
+async def test_a_working_folder_that_is_the_system_cannot_be_carried(start_sandbox: Any) -> None:
+    s = await start_sandbox("FROM x\nWORKDIR /usr/lib\n")
+    with pytest.raises(Exception, match="part of, the system") as error:
+        await s.start_afresh([], None)
+    assert type(error.value).__name__ == "SandboxBuildFailedError"
+
+
+async def test_no_working_folder_means_app_and_a_home_has_no_python_hooks(start_sandbox: Any) -> None:
+    s = await start_sandbox("FROM x\n")
+    await out(s, "mkdir /app && echo mine > /app/file && echo lost > /file")
+    await s.start_afresh([Artifact("/root")], None)
+    assert await out(s, "cat /app/file; ls /file 2>/dev/null || true; echo $PYTHONNOUSERSITE") == "mine\n1"
+
+
+async def test_the_healthcheck_runs_in_the_fresh_sandbox_too(start_sandbox: Any) -> None:
+    s = await start_sandbox(task={"healthcheck": {"command": "echo x >> /healthy"}})
+    assert (await s.exec("ls /healthy")).return_code != 0  # Harbor's trial runs it, not start
+    await s.start_afresh([], None)
+    assert await out(s, "cat /healthy") == "x"
+
+
+async def test_a_flooded_control_channel_ends_the_sandbox(start_sandbox: Any) -> None:
+    s = await start_sandbox()
+    with pytest.raises(RuntimeError, match="control channel"):
+        await s.exec("yes 'x 1 0' > /proc/2/fd/3", timeout_sec=20)
+    assert s.exhausted == "sandbox"
+
+
+@pytest.mark.parametrize(("who", "expected"), [("inside", "sandbox"), ("outside", "")])
+async def test_who_ended_it(start_sandbox: Any, who: str, expected: str) -> None:
+    """What the policy did is scored 0; what happened to it is tried again."""
+    s = await start_sandbox()
+    if who == "outside":
+        monitor = next(p for p in psutil.process_iter(["name", "cmdline"]) if _is_monitor_of(p, s))
+        asyncio.get_running_loop().call_later(0.2, monitor.kill)
+    with pytest.raises(RuntimeError):
+        await s.exec("kill -9 2; sleep 20" if who == "inside" else "sleep 20", timeout_sec=25)
+    assert s.exhausted == expected
+
+
+def _is_monitor_of(process: Any, sandbox: Any) -> bool:
+    """The first bubblewrap process, child of this worker's keeper."""
+    keeper = sandbox._host.keeper._process.pid
+    return process.info["name"] == "bwrap" and process.ppid() == keeper

@@ -89,8 +89,8 @@ async def run(endpoint: SimpleNamespace, tmp_path: Path, **kwargs: Any) -> tuple
 
 async def test_writes_the_block(endpoint: SimpleNamespace, tmp_path: Path) -> None:
     endpoint.reply = completion("```python\nx = 1\n```")
-    context, environment = await run(endpoint, tmp_path, path="/work/s.py", system_prompt="Be short.")
-    assert environment.uploaded == {"/work/s.py": "x = 1\n"}
+    context, environment = await run(endpoint, tmp_path, path="/app/s.py", system_prompt="Be short.")
+    assert environment.uploaded == {"/app/s.py": "x = 1\n"}
     assert context.metadata == {"format_ok": True, "stop": "finished", "code_chars": 6, "finish_reason": "stop"}
     assert (context.n_input_tokens, context.n_output_tokens) == (7, 5)
     assert [m["role"] for m in endpoint.requests[0]["messages"]] == ["system", "user"]

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rl360.config.forecast import GIB, Forecast, ModelShape, forecast
 from rl360.config.schemas import RootConfig, TasksConfig
@@ -19,7 +20,11 @@ from rl360.diagnostics.machine import Memory, free_disk_bytes, memory, write_pro
 from rl360.errors import TaskError
 from rl360.types import Task
 
-LOCAL_SANDBOX = "rl360.sandboxes.local:"
+if TYPE_CHECKING:
+    from rl360.sandboxes.abilities import Ability
+
+LOCAL_SANDBOX, DOCKER_SANDBOX = "rl360.sandboxes.local:", "rl360.sandboxes.docker:"
+DAYTONA_SANDBOX = "rl360.sandboxes.daytona:"
 
 
 @dataclass(slots=True)
@@ -145,13 +150,31 @@ def _output(config: RootConfig, found: Found, run_dir: Path | None, resuming: bo
 
 
 def _sandbox(config: RootConfig, found: Found) -> None:
-    if not config.sandbox.import_path.startswith(LOCAL_SANDBOX):
-        return
+    """What the chosen kind of sandbox lacks on this machine. Other kinds than ours are not known here."""
+    path, kwargs = config.sandbox.import_path, config.sandbox.kwargs
+    if path.startswith(LOCAL_SANDBOX):
+        _local_sandbox(config, found)
+    elif path.startswith(DOCKER_SANDBOX):
+        from rl360.sandboxes.docker.abilities import probe
+
+        _abilities(probe(), found)
+    elif path.startswith(DAYTONA_SANDBOX):
+        from rl360.sandboxes.daytona.abilities import DEFAULT_KEY_VARIABLE
+        from rl360.sandboxes.daytona.abilities import probe as probe_daytona
+
+        _abilities(probe_daytona(kwargs.get("api_key_env") or DEFAULT_KEY_VARIABLE, kwargs.get("api_url")), found)
+
+
+def _abilities(abilities: Sequence[Ability], found: Found) -> None:
+    for a in abilities:
+        if not a.ok:
+            (found.problems if a.required else found.warnings).append(f"sandbox: {a.name}: {a.detail}; {a.remedy}")
+
+
+def _local_sandbox(config: RootConfig, found: Found) -> None:
     from rl360.sandboxes.abilities import probe
 
-    report = probe(config.sandbox.unprivileged)
-    found.problems.extend(report.problems)
-    found.warnings.extend(report.warnings)
+    _abilities(probe(config.sandbox.unprivileged).abilities, found)
     base = config.sandbox.base
     if base not in ("auto", "host", "debootstrap") and not Path(base).is_dir():
         found.problems.append(f"sandbox.base: no folder {base}; expected auto, host, debootstrap or a folder")

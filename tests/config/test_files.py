@@ -167,3 +167,18 @@ def test_too_little_memory_and_disk(here, monkeypatch):
 def test_keys_without_a_value_are_not_looked_for(here):
     found = look(here(**{"model.path": "", "tasks.path": ""}), unset=["model.path", "tasks.path"])
     assert found.problems == []
+
+
+def test_no_docker_daemon(here, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (problem,) = look(here(**{"sandbox.import_path": "rl360.sandboxes.docker:DockerSandbox"})).problems
+    assert problem == "sandbox: docker: docker is not on the PATH; install Docker, or use sandbox=local"
+
+
+def test_no_daytona_key(here, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    changes = {"sandbox.import_path": "rl360.sandboxes.daytona:DaytonaSandbox"}
+    changes |= {"sandbox.kwargs": {"api_key_env": "NO_SUCH_KEY", "api_url": "http://example.org"}}
+    problems = look(here(**changes)).problems
+    assert any("variable NO_SUCH_KEY is not set" in p for p in problems)
+    assert any("unencrypted" in p for p in problems)

@@ -234,10 +234,9 @@ def test_everything_else_scores_zero(name: str, stage: Path) -> None:
     ["writes the reward", "links the reward", "a folder for the reward", "kills the grader", "leaves a process behind"],
 )
 def test_the_limits_hold_without_root_too(name: str, stage: Path) -> None:
-    """The solution is then the same user as the grader, and the limits on files and processes are what is left. One
-    that kills its grader can empty the reward file, which is no verdict; it cannot write into it."""
+    """The solution is then the same user as the grader: the limits on files, processes and signals are what is left."""
     reward, said = run_grader("arithmetic-square", stage, WRONG_OR_CHEATING[name], uid=UNPRIVILEGED_UID)
-    assert reward in (("0\n", "") if name == "kills the grader" else ("0\n",)), said
+    assert reward == "0\n", said
 
 
 @pytest.mark.sandbox
@@ -249,7 +248,7 @@ def test_cheats_at_the_paths_of_a_trial(name: str, uid: int | None, stage: Path)
     if uid is not None and os.geteuid() != 0:
         pytest.skip("only root can become another user")
     reward = run_in_bubblewrap("arithmetic-square", stage, WRONG_OR_CHEATING[name], uid=uid)
-    assert reward in (("0\n", "") if name == "kills the grader" and uid is not None else ("0\n",))
+    assert reward == "0\n"
 
 
 @pytest.mark.sandbox

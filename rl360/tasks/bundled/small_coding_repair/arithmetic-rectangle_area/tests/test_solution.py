@@ -2,9 +2,9 @@
 
 In: the solution file and cases.py beside this script. Out: the reward file, written first (0) and last (the verdict),
 so that a crash, a hang or a kill leaves a zero. The solution runs in a child process that never holds the expected
-values, may not write files or start processes, and, where this runs as root, is the user nobody; only the values that
-its function returned come back, as plain data. Standard library only, few imports, one start of Python: it is part of
-every attempt's time.
+values, may not write files or start processes, and is the user nobody; where that is not possible it may not send
+signals, so that it cannot end its grader. Only the values that its function returned come back, as plain data. Standard
+library only, few imports, one start of Python: it is part of every attempt's time.
 """
 
 import json
@@ -21,6 +21,17 @@ MEMORY_LIMIT_BYTES = 512 * 1024 * 1024
 MAX_SOLUTION_BYTES = 1_000_000
 MAX_REPLY_BYTES = 1_000_000
 NOBODY = 65534
+PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
+
+# Machine -> its number for audit, and its numbers of system calls by which one process can end or change another: kill,
+# tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal, ptrace, process_vm_readv, process_vm_writev;
+# then prlimit64, fcntl and ioctl, which can too with some arguments.
+SYSTEM_CALLS = {
+    "x86_64": (0xC000003E, (62, 200, 234, 129, 297, 424, 101, 310, 311), 302, 72, 16),
+    "aarch64": (0xC00000B7, (129, 130, 131, 138, 240, 424, 117, 270, 271), 261, 25, 29),
+}
+F_SETOWN, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP = 8, 15, 0x8901, 0x8902  # who gets the signals of a descriptor
+X32_BIT = 0x40000000  # of x86_64: the same calls by other numbers
 
 
 class NotPlainData(Exception):
@@ -75,8 +86,8 @@ def limit_child():
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    except OSError:
-        pass  # not root, or a user namespace with one user: the limits below hold all the same
+    except OSError:  # not root, or a user namespace with one user: the limits below hold all the same
+        forbid_signals()
     for limit, value in (
         (resource.RLIMIT_CPU, CPU_LIMIT_S),
         (resource.RLIMIT_AS, MEMORY_LIMIT_BYTES),
@@ -85,6 +96,36 @@ def limit_child():
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(limit, (value, value))
+
+
+def forbid_signals():
+    """Refuse the system calls that reach other processes, by a seccomp filter that children inherit. As in
+    scripts/multi_turn/grading.py, where the tests of it are."""
+    import ctypes
+    import struct
+
+    machine = SYSTEM_CALLS.get(os.uname().machine)
+    if machine is None:
+        return
+    architecture, refused, prlimit, fcntl, ioctl = machine
+    load, equal_to, at_least, give = 0x20, 0x15, 0x35, 0x06  # BPF: load a word, compare, return
+    allow, refuse = (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x00050001)  # refuse: EPERM
+    first, second = (load, 0, 0, 16), (load, 0, 0, 24)  # low words of the first two arguments
+    code = [(load, 0, 0, 4), (equal_to, 1, 0, architecture), refuse]
+    code += [(load, 0, 0, 0), (at_least, 0, 1, X32_BIT), refuse]
+    for number in refused:
+        code += [(equal_to, 0, 1, number), refuse]
+    code += [(equal_to, 0, 4, prlimit), first, (equal_to, 0, 1, 0), allow, refuse]
+    for number, requests in ((fcntl, (F_SETOWN, F_SETOWN_EX)), (ioctl, (FIOSETOWN, SIOCSPGRP))):
+        code += [(equal_to, 0, 5, number), second, (equal_to, 1, 0, requests[0]), (equal_to, 0, 1, requests[1])]
+        code += [refuse, allow]
+    code.append(allow)
+    program = b"".join(struct.pack("HBBI", *line) for line in code)
+    buffer = ctypes.create_string_buffer(program)
+    header = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(header), 0, 0)
 
 
 def run_solution(source, calls_fd, reply_fd):

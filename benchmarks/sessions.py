@@ -7,7 +7,8 @@ proxy is the real one, in its own process; so are the agents and the health prob
 has its history, without pacing; then the measured turns begin. Prints the bars of the project and what was measured:
 
 - health: /health as another process sees it, p50, p99 and the slowest;
-- CPU of the proxy for one turn, and what the tokenizer alone takes of it (the same texts, timed apart, one thread);
+- CPU of the proxy for one turn, and what of it the tokenizer takes (the same texts, timed apart, one thread) and what
+  this benchmark's own health probe does;
 - tokens/s through the proxy, against the same requests sent to the engine directly.
 
 Loopback only. Ends by itself after --max-s.
@@ -30,13 +31,14 @@ from pathlib import Path
 from typing import Any
 
 TOKENS_PER_S = 50.0  # of one session
+IDLE_S = 2.0
 HEALTH_P99_S = 1.0  # the bars of the project
 CPU_PER_TURN_S = 0.005
 LEAST_THROUGHPUT = 0.95
 OBSERVATION = "exit=0\n" + "drwxr-xr-x 2 agent agent 4096 src/module_{n}.py  def function_{n}(x): return x + {n}\n" * 5
 PROSE = (
     "Let me look at the failing test first. The traceback says that `parse` returns None when the line is empty, so "
-    "the caller should skip it.\n```bash\nsed -n '1,40p' src/parser.py && python -m pytest -x tests/test_parser.py\n```\n"
+    "the caller should skip it.\n```bash\nsed -n '1,40p' src/parser.py && python -m pytest -x tests\n```\n"
 )
 TASK = "There is a small repository in /app. Its tests fail. Find out why, repair it, and say when you are done. "
 
@@ -111,14 +113,19 @@ class Talk:
 
 
 def run_agents(channel: Connection, tokens: int) -> None:
-    """Answers ("talk", urls), ("turns", n) and ("direct", urls, ids, n) with (seconds, tokens)."""
+    """Answers ("talk", urls), ("turns", n, paced) and ("direct", urls, ids, n) with tokens/s, summed over sessions.
+
+    Paced sessions start at any time within one turn of each other, as agents in the middle of their work do.
+    """
     import aiohttp
 
     talks: list[Talk] = []
+    turn_s = tokens / TOKENS_PER_S
 
-    async def turns(client: aiohttp.ClientSession, count: int) -> int:
-        async def one(talk: Talk) -> int:
-            sampled = 0
+    async def turns(client: aiohttp.ClientSession, count: int, paced: bool) -> float:
+        async def one(talk: Talk) -> float:
+            await asyncio.sleep(random.random() * turn_s if paced else 0.0)
+            began, sampled = time.monotonic(), 0
             for _ in range(count):
                 async with client.post(talk.url, data=talk.body()) as response:
                     reply = json.loads(await response.read())
@@ -126,20 +133,21 @@ def run_agents(channel: Connection, tokens: int) -> None:
                         raise RuntimeError(f"{talk.url}: {response.status}: {reply}")
                 sampled += reply["usage"]["completion_tokens"]
                 talk.add(reply["choices"][0]["message"])
-            return sampled
+            return sampled / (time.monotonic() - began)
 
         return sum(await asyncio.gather(*(one(talk) for talk in talks)))
 
-    async def direct(client: aiohttp.ClientSession, urls: list[str], ids: list[int], count: int) -> int:
+    async def direct(client: aiohttp.ClientSession, urls: list[str], ids: list[int], count: int) -> float:
         params = {"max_new_tokens": tokens}
         body = json.dumps({"rid": "x", "sampling_params": params, "return_logprob": True, "input_ids": ids}).encode()
 
-        async def one(url: str) -> int:
-            sampled = 0
+        async def one(url: str) -> float:
+            await asyncio.sleep(random.random() * turn_s)
+            began, sampled = time.monotonic(), 0
             for _ in range(count):
                 async with client.post(f"{url}/generate", data=body) as response:
                     sampled += len(json.loads(await response.read())["output_ids"])
-            return sampled
+            return sampled / (time.monotonic() - began)
 
         return sum(await asyncio.gather(*(one(url) for url in urls)))
 
@@ -148,29 +156,30 @@ def run_agents(channel: Connection, tokens: int) -> None:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as client:
             while (request := await loop.run_in_executor(None, channel.recv)) is not None:
-                began = time.monotonic()
+                rate = 0.0
                 if request[0] == "talk":
                     talks.extend(Talk(url, number) for number, url in enumerate(request[1]))
-                    sampled = 0
                 elif request[0] == "turns":
-                    sampled = await turns(client, request[1])
+                    rate = await turns(client, *request[1:])
                 else:
-                    sampled = await direct(client, *request[1:])
-                channel.send((time.monotonic() - began, sampled))
+                    rate = await direct(client, *request[1:])
+                channel.send(rate)
 
     asyncio.run(main())
 
 
 def run_probe(channel: Connection, url: str) -> None:
-    """Asks /health every 20 ms from "start" to "stop"; answers with the seconds that each took."""
-    waits: list[float] = []
-    channel.recv()
-    while not channel.poll(0.02):
-        began = time.monotonic()
-        with urllib.request.urlopen(f"{url}/health", timeout=60) as response:
-            response.read()
-        waits.append(time.monotonic() - began)
-    channel.send(waits)
+    """Asks /health every 20 ms from a first message to the next; answers with the seconds that each took. Twice."""
+    for _ in range(2):
+        waits: list[float] = []
+        channel.recv()
+        while not channel.poll(0.02):
+            began = time.monotonic()
+            with urllib.request.urlopen(f"{url}/health", timeout=60) as response:
+                response.read()
+            waits.append(time.monotonic() - began)
+        channel.recv()
+        channel.send(waits)
 
 
 # ---- the benchmark
@@ -202,15 +211,15 @@ def measure(arguments: argparse.Namespace) -> None:
     agents = [start(run_agents, arguments.tokens) for _ in range(arguments.agents)]
     deadline = time.monotonic() + arguments.max_s
 
-    def ask(requests: list[tuple[Any, ...]]) -> tuple[float, int]:
+    def ask(requests: list[tuple[Any, ...]]) -> float:
         for agent, request in zip(agents, requests, strict=True):
             agent.send(request)
-        answers = []
+        rate = 0.0
         for agent in agents:
             if not agent.poll(max(0.0, deadline - time.monotonic())):
                 raise SystemExit(f"not done after {arguments.max_s} s")
-            answers.append(agent.recv())
-        return max(seconds for seconds, _ in answers), sum(sampled for _, sampled in answers)
+            rate += agent.recv()
+        return rate
 
     def pace(on: bool) -> None:
         for url in urls:
@@ -238,7 +247,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
             await asyncio.to_thread(ask, [("talk", share) for share in shares])
             began, cpu = time.monotonic(), _cpu_s(proxy)
-            await asyncio.to_thread(ask, [("turns", arguments.history)] * len(agents))
+            await asyncio.to_thread(ask, [("turns", arguments.history, False)] * len(agents))
             grown = arguments.history * arguments.sessions
             grow_s, grow_cpu = time.monotonic() - began, _cpu_s(proxy) - cpu
             print(
@@ -247,11 +256,17 @@ def measure(arguments: argparse.Namespace) -> None:
                 flush=True,
             )
 
+            cpu = _cpu_s(proxy)  # what being asked for its health costs it, with nothing else to do
+            probe.send("start")
+            await asyncio.sleep(IDLE_S)
+            probe.send("stop")
+            health_s = (_cpu_s(proxy) - cpu) / len(probe.recv())
+
             pace(True)
             probe.send("start")
-            cpu = _cpu_s(proxy)
-            seconds, sampled = await asyncio.to_thread(ask, [("turns", arguments.turns)] * len(agents))
-            cpu = _cpu_s(proxy) - cpu
+            began, cpu = time.monotonic(), _cpu_s(proxy)
+            through = await asyncio.to_thread(ask, [("turns", arguments.turns, True)] * len(agents))
+            seconds, cpu = time.monotonic() - began, _cpu_s(proxy) - cpu
             probe.send("stop")
             waits = sorted(probe.recv())
 
@@ -259,7 +274,7 @@ def measure(arguments: argparse.Namespace) -> None:
             forks = sum(len(session.segments) - 1 for session in sessions)
             prompts = sessions[0].segments[0].token_ids_T.tolist()
             engine_urls = [[urls[i % len(urls)] for i in range(len(share))] for share in shares]
-            direct_s, direct_sampled = await asyncio.to_thread(
+            alone = await asyncio.to_thread(
                 ask, [("direct", chosen, prompts, arguments.turns) for chosen in engine_urls]
             )
         finally:
@@ -267,10 +282,10 @@ def measure(arguments: argparse.Namespace) -> None:
 
         turns = arguments.sessions * arguments.turns
         text_s = _tokenizer_s(tokenizer, pool, eos, arguments.tokens)
-        through, alone = sampled / seconds, direct_sampled / direct_s
         enough = "ok" if through >= LEAST_THROUGHPUT * alone else "BELOW"
         p99 = waits[int(0.99 * (len(waits) - 1))]
-        rest_s = cpu / turns - text_s
+        probes_s = health_s * len(waits) / turns
+        rest_s = cpu / turns - text_s - probes_s
         print(
             f"history {len(prompts)} tokens, {arguments.tokens} tokens a turn, {turns} turns in {seconds:.1f} s, "
             f"forks {forks}; load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores\n"
@@ -278,6 +293,7 @@ def measure(arguments: argparse.Namespace) -> None:
             f"slowest {1000 * waits[-1]:.0f} ms of {len(waits)} "
             f"(bar {HEALTH_P99_S:g} s: {'ok' if p99 < HEALTH_P99_S else 'ABOVE'})\n"
             f"proxy CPU a turn: {1000 * cpu / turns:.2f} ms, of it tokenizer {1000 * text_s:.2f} ms, "
+            f"the health probe {1000 * probes_s:.2f} ms, "
             f"rest {1000 * rest_s:.2f} ms (bar {1000 * CPU_PER_TURN_S:g} ms: "
             f"{'ok' if rest_s <= CPU_PER_TURN_S else 'ABOVE'})\n"
             f"throughput: {through:.0f} tokens/s through the proxy, {alone:.0f} from the engine alone: "

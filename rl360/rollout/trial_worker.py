@@ -80,8 +80,9 @@ class TrialWorker:
 
     def _prepare(self) -> None:
         from rl360.rollout.harbor_trial import TaskCache
+        from rl360.rollout.verification import changes_over
 
-        self._tasks = TaskCache(swaps=self._is_local)
+        self._tasks = TaskCache(swaps=changes_over(self._sandbox["import_path"]))
         _quieten_harbor()
         self._trials_dir.mkdir(parents=True, exist_ok=True)
         if self._is_local:

@@ -4,14 +4,15 @@ In: a Harbor trial, or a task's own words about its verifier. Out: hooks on the 
 others: making sandboxes and copying artifacts (the environments), running the trial (trial_worker.py).
 
 By default the tests see a new sandbox with the agent's artifacts: the working directory, /logs/artifacts and what the
-task declares in `artifacts`. The local sandbox changes over in one trial (`start_afresh`); for other environments the
-same is asked of Harbor's own separate verifier environment. A task's word goes first:
-`[verifier] environment_mode = "separate"` is Harbor's way, with the declared artifacts only, and "shared" runs the
-tests where the agent worked, after a cleaning that cannot undo altered programs.
+task declares in `artifacts`. An environment with `start_afresh` changes over within the trial; for others the same is
+asked of Harbor's own separate verifier environment. A task's word goes first: `[verifier] environment_mode =
+"separate"` is Harbor's way, with the declared artifacts only, and "shared" runs the tests where the agent worked, after
+a cleaning that cannot undo altered programs.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -31,6 +32,16 @@ _DEFAULT_WORKDIR = "/app"
 
 class UnsupportedTaskError(ValueError):
     """The task asks for a way of verification that could be fooled."""
+
+
+def changes_over(import_path: str) -> bool:
+    """Whether an environment, named module:Class, can go on in a new sandbox with the artifacts only."""
+    module, _, name = import_path.partition(":")
+    try:
+        environment = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        return False  # Harbor says what is wrong with it
+    return callable(getattr(environment, "start_afresh", None))
 
 
 def check(config: TaskConfig) -> None:
@@ -72,13 +83,13 @@ def _workdir_of(dockerfile: Path) -> str | None:
 
 
 def isolate(trial: Trial) -> None:
-    """Let the local sandbox change over before verification. Raises UnsupportedTaskError when it cannot be isolated."""
+    """Let the environment change over before verification. Raises UnsupportedTaskError when it cannot be isolated."""
     config, environment = trial.task.config, trial.agent_environment
     if config.steps or resolve_task_verifier_mode(config) is VerifierEnvironmentMode.SEPARATE:
         return
     shared = _says_where(config)
     declared = [_artifact(a) for a in config.artifacts]
-    if not shared and not hasattr(environment, "start_afresh"):
+    if not shared and not callable(getattr(environment, "start_afresh", None)):
         raise UnsupportedTaskError("the tests would run where the agent worked, and the task does not ask for that")
 
     async def before_verification(_: TrialHookEvent) -> None:

@@ -21,6 +21,7 @@ from harbor.agents.capabilities import AgentCapabilities
 from rl360.config.schemas import AgentConfig, SandboxConfig
 from rl360.rollout.failures import Action, classify
 from rl360.rollout.trial_worker import TrialWorker
+from rl360.sandboxes.local.environment import LocalSandbox
 from rl360.types import AttemptSpec, Sampling, Session, Task, TrialResult, Turn
 
 MARKER = "only-the-tests-know-5f1c"  # stands in tests/ and solution/, and nowhere that an agent may look
@@ -123,6 +124,13 @@ class ScriptedAgent(BaseAgent):
         with contextlib.suppress(RuntimeError):
             done = await environment.exec(script, timeout_sec=15)
             context.metadata["said"] = (done.stdout or "") + (done.stderr or "")
+
+
+class Elsewhere(LocalSandbox):
+    """Stands for an environment of someone else's, which knows nothing of verification."""
+
+    start_afresh = None  # type: ignore[assignment]
+    settle_for_verifier = None  # type: ignore[assignment]
 
 
 def score(result: TrialResult) -> float | str:

@@ -138,11 +138,11 @@ async def test_harbors_separate_verifier_holds_too(tmp_path: Path, cache: Path) 
 
 
 async def test_other_environments_get_harbors_separate_verifier(tmp_path: Path, cache: Path) -> None:
-    """An environment that does not change over itself, here the local one by another name: the task says nothing."""
+    """An environment that does not change over itself; the task says nothing."""
     task = kit.write_task(tmp_path / "victim")
     names = ("loop", "path-shims", "kills-the-verifier", "answer-is-a-link-to-the-tests")
     other = {
-        "import_path": "rl360.sandboxes.local.environment:LocalSandbox",
+        "import_path": f"{kit.__name__}:Elsewhere",
         "kwargs": {"cache_dir": str(cache), "run_id": "other", "disk_mib": 64},
     }
     results = await kit.attack(task, {n: EVERY[n] for n in names} | CONTROLS, tmp_path, cache, sandbox=other)

@@ -117,8 +117,8 @@ class Progress:
             locks = LOCKS.read_text()
         except OSError:
             return False
-        # "7: FLOCK  ADVISORY  WRITE 4242 08:01:131 0 EOF". The inode alone is compared: the device that file systems may
-        # report there is not always the one that stat has.
+        # "7: FLOCK  ADVISORY  WRITE 4242 08:01:131 0 EOF". The device is not compared: some file systems report another
+        # one there than stat does.
         held = [words for words in map(str.split, locks.splitlines()) if len(words) > 5 and words[1] == "FLOCK"]
         return any(words[4] == holder and words[5].rpartition(":")[2] == inode for words in held)
 

@@ -25,21 +25,25 @@ limited() { # SECONDS COMMAND...
     timeout --kill-after=10 "$1" nice -n 19 "${@:2}"
 }
 
-stop() {
+stop() { # [PID]: only when the daemon is still that one
     pid=$(cat "$dir/dockerd.pid" 2>/dev/null || true)
+    [ -z "${1:-}" ] || [ "$1" = "$pid" ] || return 0
+    # What a daemon leaves on the host: its bridges. Its data stays, for the next start.
+    limited 20 docker --host "unix://$socket" network rm rl360-sandboxes >/dev/null 2>&1 || true
     # dockerd ends its own containerd and containers.
     if [ -n "$pid" ] && grep -qs dockerd "/proc/$pid/comm"; then
         kill "$pid" 2>/dev/null || true
         for _ in $(seq 100); do
-            [ -e "/proc/$pid" ] || break
+            grep -qs '^State:.[^Z]' "/proc/$pid/status" || break # gone, or only not reaped yet
             sleep 0.1
         done
     fi
     rm -f "$dir/dockerd.pid"
+    ip link delete docker0 >/dev/null 2>&1 || true
 }
 
 if [ "${1:-}" = stop ]; then
-    stop
+    stop "${2:-}"
     exit 0
 fi
 watched=${1:-$PPID}
@@ -138,7 +142,8 @@ fi
 
 if [ $own = 1 ]; then
     # The watcher ends the daemon when whoever asked for it is gone, however it went.
-    setsid bash -c 'while [ -e "/proc/$1" ]; do sleep 1; done; exec "$2" stop' _ "$watched" "$(realpath "$0")" >/dev/null 2>&1 </dev/null &
+    setsid bash -c 'while [ -e "/proc/$1" ]; do sleep 1; done; exec "$2" stop "$3"' _ "$watched" "$(realpath "$0")" \
+        "$(cat "$dir/dockerd.pid")" >/dev/null 2>&1 </dev/null &
 fi
 say "ready: $(docker version --format '{{.Server.Version}}' 2>/dev/null), storage $(docker info --format '{{.Driver}}' 2>/dev/null)"
 [ $own = 0 ] || echo "export DOCKER_HOST=$DOCKER_HOST"

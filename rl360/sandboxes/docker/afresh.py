@@ -19,9 +19,11 @@ from rl360.sandboxes.docker import archives
 from rl360.sandboxes.docker.client import DockerError, TooLarge, checked, save
 from rl360.sandboxes.local.artifacts import Artifact
 
+_MAX_NAMES = 20
+
 
 @dataclass(frozen=True)
-class Carried:
+class OnItsWay:
     """One artifact on its way. archive: None when the agent removed it, or left what cannot be carried."""
 
     artifact: Artifact
@@ -29,7 +31,20 @@ class Carried:
     refused: tuple[str, ...] = ()
 
 
-async def collect(container: str, artifacts: Sequence[Artifact], scratch: Path, limit_bytes: int) -> list[Carried]:
+@dataclass(frozen=True)
+class Refusals:
+    """What did not come along; `refused` holds the first ones."""
+
+    num_refused: int
+    refused: tuple[str, ...]
+
+    @classmethod
+    def of(cls, carried: Sequence[OnItsWay]) -> Refusals:
+        names = [f"{one.artifact.path}/{path}" for one in carried for path in one.refused]
+        return cls(len(names), tuple(names[:_MAX_NAMES]))
+
+
+async def collect(container: str, artifacts: Sequence[Artifact], scratch: Path, limit_bytes: int) -> list[OnItsWay]:
     """What a stopped container holds of the artifacts. Raises TooLarge."""
     found = []
     for index, artifact in enumerate(artifacts):
@@ -37,7 +52,7 @@ async def collect(container: str, artifacts: Sequence[Artifact], scratch: Path, 
         try:
             await save(raw, limit_bytes, "cp", "--follow-link", f"{container}:{artifact.path}", "-")
         except DockerError:
-            found.append(Carried(artifact, None))  # the agent removed it
+            found.append(OnItsWay(artifact, None))  # the agent removed it
             continue
         except TooLarge as error:
             raise TooLarge(f"{artifact.path}: the agent left {error}") from error
@@ -46,11 +61,11 @@ async def collect(container: str, artifacts: Sequence[Artifact], scratch: Path, 
             refused = await asyncio.to_thread(archives.carry, raw, artifact.path, clean, artifact.exclude)
         finally:
             raw.unlink()
-        found.append(Carried(artifact, clean, tuple(refused)))
+        found.append(OnItsWay(artifact, clean, tuple(refused)))
     return found
 
 
-def removal(carried: Sequence[Carried]) -> str:
+def removal(carried: Sequence[OnItsWay]) -> str:
     """The command that takes the image's own version of the artifacts away, as root in the new container."""
     parts = []
     for one in carried:
@@ -64,7 +79,7 @@ def removal(carried: Sequence[Carried]) -> str:
     return " && ".join(parts) or "true"
 
 
-async def restore(container: str, carried: Sequence[Carried]) -> None:
+async def restore(container: str, carried: Sequence[OnItsWay]) -> None:
     """Unpack the artifacts in the new container. Raises DockerError."""
     for one in carried:
         if one.archive is not None:

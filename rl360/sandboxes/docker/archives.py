@@ -21,25 +21,22 @@ from pathlib import Path
 
 MAX_BYTES = 2**30  # of one download
 _MAX_ENTRIES = 50_000
-_MAX_DEPTH = 64
+_MAX_DEPTH = 100
 _CHUNK = 2**20
 
 
-def pack(items: Sequence[tuple[Path, str]], target: Path, folders: Sequence[str] = ()) -> None:
-    """An archive of (host file or folder, absolute path in the container), to be unpacked at `/`, owned by root.
+def pack(source: Path, path: str, target: Path) -> None:
+    """An archive of a host file, or of a folder's content, for `path` in the container, to be unpacked at `/`.
 
-    `folders` are made where they are missing. Parents need no entry: the daemon makes them.
+    Owned by root. Parents need no entry: the daemon makes them.
     """
+    name = path.strip("/")
     with tarfile.open(target, "w") as tar:
-        for folder in folders:
-            tar.addfile(_folder(folder.strip("/")))
-        for source, path in items:
-            name = path.strip("/")
-            if source.is_dir():
-                for child in sorted(source.rglob("*")):
-                    tar.add(child, f"{name}/{child.relative_to(source).as_posix()}".lstrip("/"), False, filter=_root)
-            else:
-                tar.add(source.resolve(), name, False, filter=_root)
+        if source.is_dir():
+            for child in sorted(source.rglob("*")):
+                tar.add(child, f"{name}/{child.relative_to(source).as_posix()}".lstrip("/"), False, filter=_root)
+        else:
+            tar.add(source.resolve(), name, False, filter=_root)
 
 
 def pack_text(path: str, text: str, target: Path, mode: int = 0o755) -> None:
@@ -49,12 +46,6 @@ def pack_text(path: str, text: str, target: Path, mode: int = 0o755) -> None:
     info.size, info.mode = len(data), mode
     with tarfile.open(target, "w") as tar:
         tar.addfile(info, io.BytesIO(data))
-
-
-def _folder(name: str) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type, info.mode = tarfile.DIRTYPE, 0o755
-    return info
 
 
 def _root(info: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -115,14 +106,29 @@ def _members(tar: tarfile.TarFile, skipped: list[str]) -> Iterator[tuple[str, ta
         yield "/".join(parts), member
 
 
-def _linked(path: str, member: tarfile.TarInfo) -> str | None:
-    """What a link means, below the archive's folder; None when it is no link or leaves it."""
+def _linked(path: str, member: tarfile.TarInfo, folder: str = "") -> str | None:
+    """What a link means, below the archive's folder; None when it is no link or may leave it.
+
+    `folder`: what the archive's folder is called in the container, so that absolute links into it are known. After the
+    leading ".." no other may follow: behind a link to a folder it would lead elsewhere than the text says.
+    """
     if member.islnk():  # hard links name the archive's member
         return "/".join(part for part in member.linkname.split("/")[1:] if part not in ("", "."))
-    if not member.issym() or member.linkname.startswith("/"):
+    if not member.issym():
         return None
-    joined = posixpath.normpath(posixpath.join(posixpath.dirname(path), member.linkname))
-    return None if joined.startswith("..") else joined
+    target = member.linkname
+    at = [part for part in posixpath.dirname(path).split("/") if part]
+    if target.startswith("/"):
+        if not folder or not f"{target}/".startswith(f"{folder.rstrip('/')}/"):
+            return None
+        target, at = target[len(folder.rstrip("/")) :], []
+    parts = [part for part in target.split("/") if part not in ("", ".")]
+    while parts and parts[0] == "..":
+        if not at:
+            return None
+        at.pop()
+        parts.pop(0)
+    return None if ".." in parts else "/".join([*at, *parts])
 
 
 def _is_in_the_way(path: Path) -> bool:
@@ -171,13 +177,14 @@ def carry(archive: Path, path: str, target: Path, exclude: Sequence[str] = ()) -
             if _is_excluded(below, exclude):
                 continue
             info = _twin(member, f"{top}/{below}")
-            inside = _linked(below, member)
+            inside = _linked(below, member, path)
             if member.isreg():
                 out.addfile(info, source.extractfile(member))
             elif member.isdir():
                 out.addfile(info)
             elif inside is not None and not _is_excluded(inside, exclude):
-                info.linkname = member.linkname if member.issym() else f"{top}/{inside}"
+                near = posixpath.relpath(inside or ".", posixpath.dirname(below) or ".")
+                info.linkname = near if member.issym() else f"{top}/{inside}"
                 out.addfile(info)
             else:
                 refused.append(below)

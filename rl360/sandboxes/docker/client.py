@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import subprocess
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 # Of each stream of one command. What comes after is read and dropped, so that the command ends as it would have.
 MAX_OUTPUT_BYTES = 16 * 2**20
@@ -42,27 +44,27 @@ class TooLarge(RuntimeError):
     """A container sent more than it may."""
 
 
-async def docker(*arguments: str, stdin: bytes | Path | None = None, timeout_s: float | None = None) -> Done:
-    """Run `docker ARGUMENTS`. Raises TimeoutError and FileNotFoundError (no such program), never on a bad status."""
+async def docker(
+    *arguments: str,
+    stdin: Path | None = None,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Done:
+    """Run `docker ARGUMENTS`; `env` in place of this process's environment.
+
+    Raises TimeoutError and FileNotFoundError (no such program), never on a bad status.
+    """
     with contextlib.ExitStack() as stack:
-        feed: int | object = asyncio.subprocess.DEVNULL
-        if isinstance(stdin, Path):
-            feed = stack.enter_context(stdin.open("rb"))
-        elif stdin is not None:
-            feed = asyncio.subprocess.PIPE
-        async with asyncio.timeout(timeout_s), _running(*arguments, stdin=feed) as process:
+        feed = stack.enter_context(stdin.open("rb")) if stdin is not None else subprocess.DEVNULL
+        async with asyncio.timeout(timeout_s), _running(*arguments, stdin=feed, env=env) as process:
             assert process.stdout is not None
             assert process.stderr is not None
-            out, err, _ = await asyncio.gather(
-                _read(process.stdout),
-                _read(process.stderr),
-                _feed(process, stdin if isinstance(stdin, bytes) else None),
-            )
+            out, err = await asyncio.gather(_read(process.stdout), _read(process.stderr))
             code = await process.wait()
     return Done(code, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
-async def checked(*arguments: str, stdin: bytes | Path | None = None, timeout_s: float | None = None) -> str:
+async def checked(*arguments: str, stdin: Path | None = None, timeout_s: float | None = None) -> str:
     """As `docker`, but returns stdout. Raises DockerError too."""
     done = await docker(*arguments, stdin=stdin, timeout_s=timeout_s)
     if done.return_code != 0:
@@ -73,7 +75,7 @@ async def checked(*arguments: str, stdin: bytes | Path | None = None, timeout_s:
 async def save(target: Path, limit_bytes: int, *arguments: str, timeout_s: float | None = None) -> None:
     """Run `docker ARGUMENTS` with its output in a file. Raises DockerError, TooLarge and TimeoutError."""
     with target.open("wb") as file:
-        async with asyncio.timeout(timeout_s), _running(*arguments, stdin=asyncio.subprocess.DEVNULL) as process:
+        async with asyncio.timeout(timeout_s), _running(*arguments) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             errors = asyncio.create_task(_read(process.stderr))
@@ -90,13 +92,16 @@ async def save(target: Path, limit_bytes: int, *arguments: str, timeout_s: float
 
 
 @contextlib.asynccontextmanager
-async def _running(*arguments: str, stdin: object) -> AsyncIterator[asyncio.subprocess.Process]:
+async def _running(
+    *arguments: str, stdin: IO[bytes] | int = subprocess.DEVNULL, env: Mapping[str, str] | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
         "docker",
         *arguments,
-        stdin=stdin,  # type: ignore[arg-type]
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env,
     )
     try:
         yield process
@@ -112,12 +117,3 @@ async def _read(stream: asyncio.StreamReader) -> bytes:
     while chunk := await stream.read(_CHUNK):
         kept += chunk[: MAX_OUTPUT_BYTES - len(kept)]
     return bytes(kept)
-
-
-async def _feed(process: asyncio.subprocess.Process, data: bytes | None) -> None:
-    if process.stdin is None:
-        return
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        process.stdin.write(data or b"")
-        await process.stdin.drain()
-        process.stdin.close()

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import secrets
 import shlex
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -31,24 +30,15 @@ from harbor.environments.docker.docker import DockerEnvironment, _sanitize_docke
 from harbor.models.task.config import NetworkMode
 from harbor.trial.errors import EnvironmentStartTimeoutError
 
-from rl360.sandboxes.docker import abilities, archives, host, leftovers
-from rl360.sandboxes.docker.afresh import collect, removal, restore
-from rl360.sandboxes.docker.client import DockerError, Done, TooLarge, checked, docker, save
-from rl360.sandboxes.docker.host import CALL_TIMEOUT_S
+from rl360.sandboxes.docker import abilities, host, leftovers
+from rl360.sandboxes.docker.afresh import Refusals, collect, removal, restore
+from rl360.sandboxes.docker.client import DockerError, Done, TooLarge, checked, docker
+from rl360.sandboxes.docker.container import CALL_TIMEOUT_S, Container, State
 from rl360.sandboxes.docker.recipe import Limits, Recipe, on_base
 from rl360.sandboxes.local.artifacts import Artifact, problems_of
 
-_LONGEST_ARGUMENT = 100_000  # bytes; the kernel's limit of one argument is 128 KiB
-_CLIENT_SLACK_S = 10.0
 _DEFAULT_WORKDIR, _ARTIFACT_LOGS = "/app", "/logs/artifacts"
 _DEFAULT_ARTIFACTS_MIB = 1024  # without a disk limit
-_TOKEN = "RL360_EXEC"
-# In the sandbox, by the command's own user: end every process that has the command's token in its environment. Twice,
-# for what a process started between the look and the kill.
-_KILL = (
-    'for i in 1 2; do for p in /proc/[0-9]*; do if grep -qs "{token}" "$p/environ"; then '
-    'kill -9 "${{p#/proc/}}" 2>/dev/null; fi; done; done'
-)
 
 
 class MemoryLimitExceededError(RuntimeError):
@@ -56,7 +46,8 @@ class MemoryLimitExceededError(RuntimeError):
 
 
 class DockerSandbox(DockerEnvironment):
-    """Keywords beyond Harbor's are the fields of `SandboxConfig` and `run_id`, `build_timeout_s`.
+    """Keywords beyond Harbor's are the fields of `SandboxConfig` and `run_id`, `build_timeout_s`, `artifacts_mib`
+    (0: as much as the disk limit) and `runtime` (of the daemon, such as runsc; null: its default).
 
     base: auto (what FROM names, pulled when it is not here) or an image that is here, which then stands in for every
     image that the Dockerfile takes from a registry. The smaller of a task's own limit and the configured one holds;
@@ -76,6 +67,8 @@ class DockerSandbox(DockerEnvironment):
         start_timeout_s: float = 60.0,
         build_timeout_s: float = 600.0,
         base: str = "auto",
+        runtime: str | None = None,
+        artifacts_mib: int = 0,
         **kwargs: Any,
     ):
         self._run_id = run_id
@@ -84,12 +77,15 @@ class DockerSandbox(DockerEnvironment):
         self._lifetime_s = lifetime_s
         self._start_timeout_s, self._build_timeout_s = start_timeout_s, build_timeout_s
         self._base = "" if base == "auto" else base
+        self._runtime = runtime
+        self._artifacts_mib = artifacts_mib
         self._overlay: Path | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._container = ""
+        self._container: Container | None = None
         self._image_user = ""
         self._image_workdir = "/"
         self._tests_in_image = False
+        self.carried: Refusals | None = None  # what did not come along into the verifier's container
         self.exhausted = ""  # after stop too: memory | lifetime | artifacts, the limit that the sandbox ran into
         super().__init__(*args, **kwargs)
         self._project = _sanitize_docker_compose_project_name(self.session_id)
@@ -174,6 +170,7 @@ class DockerSandbox(DockerEnvironment):
             dockerfile=str(dockerfile) if dockerfile else None,
             build_network=self._network_allowed,
             ready_image=self._base or None if self._use_prebuilt else None,
+            runtime=self._runtime,
         )
         self._overlay = scratch / "rl360.json"
         self._overlay.write_text(json.dumps(recipe.compose()))
@@ -224,19 +221,20 @@ class DockerSandbox(DockerEnvironment):
         found = [row.split("\t")[0] for row in listed.splitlines() if row.endswith("\tmain")]
         if not found:
             raise DockerError("the container ended as soon as it was started; does the image have `sleep`?")
-        self._container = found[0]
+        assert self._scratch is not None
+        self._container = Container(found[0], Path(self._scratch.name))
         form = "{{json .Config.User}} {{json .Config.WorkingDir}}"
-        config = await checked("inspect", "--format", form, self._container, timeout_s=CALL_TIMEOUT_S)
+        config = await checked("inspect", "--format", form, found[0], timeout_s=CALL_TIMEOUT_S)
         self._image_user, workdir = (json.loads(part) for part in config.split(maxsplit=1))
         self._image_workdir = workdir or "/"
 
     async def _make_folders(self) -> None:
         """Harbor's log folders, and the working directory. Raises DockerError: the image needs bash."""
         logs = [shlex.quote(folder) for folder in self._mount_targets(writable_only=True)]
-        await self._as_root(f"mkdir -p {shlex.quote(self._workdir)} {' '.join(logs)}")
+        await self._running().as_root(f"mkdir -p {shlex.quote(self._workdir)} {' '.join(logs)}")
         if logs:
-            await self._as_root(f"chmod 777 {' '.join(logs)}")
-        tests = await self._run("test -e /tests", user="root", timeout_s=CALL_TIMEOUT_S)
+            await self._running().as_root(f"chmod 777 {' '.join(logs)}")
+        tests = await self._running().run("test -e /tests", user="root", timeout_s=CALL_TIMEOUT_S)
         self._tests_in_image = tests.return_code == 0
 
     @property
@@ -246,31 +244,20 @@ class DockerSandbox(DockerEnvironment):
     async def stop(self, delete: bool) -> None:
         """End the sandbox at once. Nothing of it is kept, whatever `delete` says; images stay for the next trial."""
         try:
-            if self._container:
-                await self._note_exhausted()
+            if self._container is not None:
+                self._note_exhausted(await self._container.state())
             if self._scratch is not None:  # it got as far as having something
                 await leftovers.remove_project(self._project, services=self._has_services)
-        except DockerError as error:
+        except (DockerError, TimeoutError) as error:
             self.logger.warning("removing containers of %s: %s", self._project, error)
         finally:
-            self._container = ""
+            self._container = None
             self._overlay = None
             self._cleanup_mounts_compose_file()
             self._cleanup_env_compose_file()
             if self._scratch is not None:
                 self._scratch.cleanup()
                 self._scratch = None
-
-    async def _note_exhausted(self) -> bool:
-        """Whether the container still runs; what it ran into is noted when it does not."""
-        form = "{{.State.Running}} {{.State.OOMKilled}} {{.State.ExitCode}}"
-        done = await docker("inspect", "--format", form, self._container, timeout_s=CALL_TIMEOUT_S)
-        running, out_of_memory, code = done.stdout.split() if done.return_code == 0 else ("false", "false", "1")
-        if running == "true":
-            return True
-        if not self.exhausted:
-            self.exhausted = "memory" if out_of_memory == "true" else "lifetime" if code == "0" else ""
-        return False
 
     # -- before the verifier ------------------------------------------------------------------------------------
 
@@ -281,7 +268,7 @@ class DockerSandbox(DockerEnvironment):
         Compose file go on as they are. Raises RuntimeError when they are larger than the limit (then `exhausted` says
         so), or what a start raises.
         """
-        old, artifacts = self._running(), self._artifacts(declared)
+        old, artifacts = self._running().id, self._artifacts(declared)
         assert self._scratch is not None
         try:
             await checked("kill", old, timeout_s=CALL_TIMEOUT_S)
@@ -290,17 +277,17 @@ class DockerSandbox(DockerEnvironment):
             await self._up()
             await self._upload_environment_dir_after_start()
             await self.run_healthcheck()
-            await self._as_root(removal(carried))
-            await restore(self._container, carried)
+            await self._running().as_root(removal(carried))
+            await restore(self._running().id, carried)
             await self._make_reward_folder(verifier_user)
         except TooLarge as error:
             self.exhausted = "artifacts"
             raise RuntimeError(str(error)) from error
         except TimeoutError as error:
             raise RuntimeError("the docker daemon did not answer in time") from error
-        refused = [f"{one.artifact.path}/{path}" for one in carried for path in one.refused]
-        if refused:
-            self.logger.warning("%d artifacts refused: %s", len(refused), ", ".join(refused[:20]))
+        self.carried = Refusals.of(carried)
+        if self.carried.num_refused:
+            self.logger.warning("%d artifacts refused: %s", self.carried.num_refused, "; ".join(self.carried.refused))
 
     def _artifacts(self, declared: Sequence[Artifact]) -> list[Artifact]:
         """Raises SandboxBuildFailedError for paths that cannot be carried."""
@@ -315,31 +302,27 @@ class DockerSandbox(DockerEnvironment):
         return artifacts
 
     def _most_artifact_bytes(self) -> int:
-        return (_smaller(self._disk_mib, self._effective_storage_mb) or _DEFAULT_ARTIFACTS_MIB) * 2**20
+        disk_mib = _smaller(self._disk_mib, self._effective_storage_mb)
+        return (self._artifacts_mib or disk_mib or _DEFAULT_ARTIFACTS_MIB) * 2**20
 
     async def settle_for_verifier(self, verifier_user: str | int | None) -> None:
         """For tasks that ask for the shared state: no process of the agent is left, the verifier's folders are new.
 
         `/tests` goes unless the image brought it, so that planted hooks go with it. Altered programs stay.
         """
-        await checked("restart", "--time", "0", self._running(), timeout_s=CALL_TIMEOUT_S)
-        await self._as_root(f"rm -rf /logs/verifier {'' if self._tests_in_image else '/tests'}")
+        await checked("restart", "--time", "0", self._running().id, timeout_s=CALL_TIMEOUT_S)
+        await self._running().as_root(f"rm -rf /logs/verifier {'' if self._tests_in_image else '/tests'}")
         await self._make_reward_folder(verifier_user)
 
     async def _make_reward_folder(self, verifier_user: str | int | None) -> None:
         """Writable for the verifier's user only: a test that runs the answer as another user is not graded by it."""
         as_root = verifier_user in (None, "root", 0, "0") and self._image_user in ("", "root", "0")
-        await self._as_root(f"mkdir -p /logs/verifier && chmod {'755' if as_root else '777'} /logs/verifier")
-
-    async def _as_root(self, command: str) -> None:
-        done = await self._run(command, cwd="/", user="root", timeout_s=CALL_TIMEOUT_S)
-        if done.return_code != 0:
-            raise DockerError(f"{command}: {done.message}")
+        await self._running().as_root(f"mkdir -p /logs/verifier && chmod {'755' if as_root else '777'} /logs/verifier")
 
     # -- commands -----------------------------------------------------------------------------------------------
 
-    def _running(self) -> str:
-        if not self._container:
+    def _running(self) -> Container:
+        if self._container is None:
             raise RuntimeError("the sandbox is not running")
         return self._container
 
@@ -352,10 +335,10 @@ class DockerSandbox(DockerEnvironment):
         user: str | int | None = None,
     ) -> ExecResult:
         """Raises RuntimeError on a time-out, an unknown user or a dead container; MemoryLimitExceededError."""
-        who = self._resolve_user(user)
+        who, container = self._resolve_user(user), self._running()
         where = cwd or self.task_env_config.workdir
         try:
-            done = await self._run(command, cwd=where, env=self._merge_env(env), user=who, timeout_s=timeout_sec)
+            done = await container.run(command, cwd=where, env=self._merge_env(env), user=who, timeout_s=timeout_sec)
         except TimeoutError:
             raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
         if done.return_code != 0:
@@ -368,39 +351,6 @@ class DockerSandbox(DockerEnvironment):
                 await callback(done.stderr, "stderr")
         return ExecResult(stdout=done.stdout or None, stderr=done.stderr or None, return_code=done.return_code)
 
-    async def _run(
-        self,
-        command: str,
-        *,
-        cwd: str | None = None,
-        env: dict[str, str] | None = None,
-        user: str | int | None = None,
-        timeout_s: float | None = None,
-    ) -> Done:
-        container = self._running()
-        token = secrets.token_hex(8)
-        who = () if user is None else ("--user", str(user))
-        options = ["--env", f"{_TOKEN}={token}", *who]
-        options += [part for key, value in (env or {}).items() for part in ("--env", f"{key}={value}")]
-        options += ("--workdir", cwd) if cwd else ()
-        if len(command.encode()) > _LONGEST_ARGUMENT:
-            command = await self._as_script(command, token)
-        try:
-            return await docker("exec", *options, container, "bash", "-c", command, timeout_s=timeout_s)
-        except TimeoutError:
-            # The client is gone; the command inside the container is not.
-            kill = _KILL.format(token=f"{_TOKEN}={token}")
-            with contextlib.suppress(TimeoutError):
-                await docker("exec", *who, container, "sh", "-c", kill, timeout_s=_CLIENT_SLACK_S)
-            raise
-
-    async def _as_script(self, command: str, token: str) -> str:
-        path = f"/tmp/.rl360-{token}.sh"
-        async with self._archive() as archive:
-            archives.pack_text(path, command, archive)
-            await checked("cp", "-", f"{self._container}:/", stdin=archive)
-        return f"bash {path}; code=$?; rm -f {path}; exit $code"
-
     async def _explain(self, done: Done, user: str | int | None) -> None:
         """Raise when a command failed because its container is gone, or its user does not exist."""
         if "unable to find user" in done.stderr:
@@ -408,32 +358,40 @@ class DockerSandbox(DockerEnvironment):
         of_docker = done.stderr.startswith("Error") or "docker daemon" in done.stderr
         if done.return_code != 137 and not of_docker:
             return
-        try:
-            if not self._container or await self._note_exhausted():
-                return
-        except TimeoutError:
-            raise RuntimeError("the docker daemon does not answer") from None
-        await self.stop(delete=True)
+        if not await self._has_ended():
+            return
         if self.exhausted == "memory":
             raise MemoryLimitExceededError(f"sandbox ended (memory limit {self._memory_mib} MiB)")
         raise RuntimeError(f"sandbox ended{f' ({self.exhausted} limit)' if self.exhausted else ''}")
 
+    async def _has_ended(self) -> bool:
+        """Whether the container is gone; then the rest goes too, and `exhausted` says what it ran into."""
+        if self._container is None:
+            return False
+        try:
+            state = await self._container.state()
+        except TimeoutError:
+            raise RuntimeError("the docker daemon does not answer") from None
+        if state.running:
+            return False
+        self._note_exhausted(state)
+        await self.stop(delete=True)
+        return True
+
+    def _note_exhausted(self, state: State) -> None:
+        if not state.running and not self.exhausted:
+            self.exhausted = "memory" if state.out_of_memory else "lifetime" if state.exit_code == 0 else ""
+
     # -- files --------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def _archive(self) -> AsyncIterator[Path]:
-        self._running()
-        assert self._scratch is not None
-        path = Path(self._scratch.name) / f"{secrets.token_hex(8)}.tar"
+    async def _transfer(self) -> AsyncIterator[Container]:
         try:
-            yield path
+            yield self._running()
         except (DockerError, TooLarge, OSError) as error:
-            if self._container and not await self._note_exhausted():
-                await self.stop(delete=True)
+            if await self._has_ended():
                 raise RuntimeError(f"sandbox ended during a file transfer: {error}") from error
             raise RuntimeError(f"file transfer failed: {error}") from error
-        finally:
-            path.unlink(missing_ok=True)
 
     def _absolute(self, path: str | Path) -> str:
         return str(PurePosixPath(self._workdir, str(path)))
@@ -443,31 +401,25 @@ class DockerSandbox(DockerEnvironment):
         target = self._absolute(target_path)
         if str(target_path).endswith("/") or await self.is_dir(target, user="root"):
             target = f"{target}/{source.name}"
-        async with self._archive() as archive:
-            await asyncio.to_thread(archives.pack, [(source, target)], archive)
-            await checked("cp", "-", f"{self._container}:/", stdin=archive)
+        async with self._transfer() as container:
+            await container.put(source, target)
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         source = Path(source_dir)
         if not source.is_dir():
             raise RuntimeError(f"file transfer failed: {source} is no folder")
         target = self._absolute(target_dir)
-        await self.exec(f"mkdir -p {shlex.quote(target)}", user="root", timeout_sec=int(CALL_TIMEOUT_S), cwd="/")
-        async with self._archive() as archive:
-            await asyncio.to_thread(archives.pack, [(source, target)], archive)
-            await checked("cp", "-", f"{self._container}:/", stdin=archive)
+        async with self._transfer() as container:
+            await container.as_root(f"mkdir -p {shlex.quote(target)}")
+            await container.put(source, target)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        async with self._archive() as archive:
-            source = f"{self._running()}:{self._absolute(source_path)}"
-            await save(archive, archives.MAX_BYTES, "cp", "--follow-link", source, "-")
-            await asyncio.to_thread(archives.unpack_file, archive, Path(target_path))
+        async with self._transfer() as container:
+            await container.get_file(self._absolute(source_path), Path(target_path))
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        async with self._archive() as archive:
-            source = self._absolute(source_dir).rstrip("/")
-            await save(archive, archives.MAX_BYTES, "cp", f"{self._running()}:{source}", "-")
-            skipped = await asyncio.to_thread(archives.unpack_folder, archive, Path(target_dir))
+        async with self._transfer() as container:
+            skipped = await container.get_folder(self._absolute(source_dir), Path(target_dir))
         if skipped:
             self.logger.warning("download of %s left out %d entries, e.g. %s", source_dir, len(skipped), skipped[0])
 
@@ -475,8 +427,11 @@ class DockerSandbox(DockerEnvironment):
 
     async def _compose(self, *arguments: str, timeout_s: float) -> Done:
         """Compose with Harbor's files and variables, and our override after them. Raises TimeoutError."""
-        result = await asyncio.wait_for(self._run_docker_compose_command(list(arguments), check=False), timeout_s)
-        return Done(result.return_code, result.stdout or "", result.stderr or "")
+        folder = str(self.environment_dir.resolve())
+        files = [part for path in self._docker_compose_paths for part in ("--file", str(path.resolve()))]
+        where = ("--project-name", self._project, "--project-directory", folder)
+        env = self._compose_env_vars(include_os_env=True)
+        return await docker("compose", *where, *files, *arguments, timeout_s=timeout_s, env=env)
 
 
 def _smaller(configured: float, asked: float | None) -> Any:

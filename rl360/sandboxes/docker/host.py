@@ -12,9 +12,8 @@ from harbor.environments.base import SandboxBuildFailedError
 
 from rl360.sandboxes.docker import abilities, leftovers
 from rl360.sandboxes.docker.client import DockerError, docker
+from rl360.sandboxes.docker.container import CALL_TIMEOUT_S
 from rl360.sandboxes.docker.recipe import SHARED_NETWORK, SHARED_NETWORK_OPTIONS
-
-CALL_TIMEOUT_S = 60.0  # of a docker command that only asks or starts something
 
 
 class Daemon:

@@ -66,6 +66,7 @@ class Recipe:
     dockerfile: str | None  # path of a rewritten Dockerfile; None: the task's own
     build_network: bool
     ready_image: str | None = None  # in place of the ready image that the task names
+    runtime: str | None = None  # the daemon's runtime, such as runsc (gVisor); None: its default
 
     def compose(self) -> dict[str, Any]:
         """The override, read after every other Compose file of the task."""
@@ -81,6 +82,8 @@ class Recipe:
         if not self.services:
             # The container ends itself, also when nobody is left to end it.
             main["command"] = ["sleep", str(self.lifetime_s)]
+        if self.runtime:
+            main["runtime"] = self.runtime
         if limits.memory_mib:
             main |= {"mem_limit": f"{limits.memory_mib}m", "memswap_limit": f"{limits.memory_mib}m"}
         if limits.cpus:

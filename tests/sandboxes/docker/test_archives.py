@@ -81,17 +81,21 @@ def test_carrying(tmp_path: Path) -> None:
         ("work", None, {**FOLDER, "uid": 7}), ("work/f", "one", {"mode": 0o6755, "uid": 7, "gid": 8, "mtime": 9}),
         ("work/in", None, link("f")), ("work/h", None, hard("work/f")), ("work/out", None, link("/etc/passwd")),
         ("work/up", None, link("../x")), ("work/dev", None, {"type": tarfile.BLKTYPE}), ("work/x.log", "log", {}),
-        ("work/node_modules/m", "m", {}),
+        ("work/node_modules/m", "m", {}), ("work/d/abs", None, link("/srv/work/f")),
+        ("work/root", None, link("/srv/work")), ("work/d/loop", None, link("..")),
+        ("work/d/sly", None, link("loop/../../etc/passwd")),
     )  # fmt: skip
     refused = archives.carry(made, "/srv/work", tmp_path / "b.tar", ("*.log", "node_modules"))
-    assert refused == ["out", "up", "dev"]
+    assert refused == ["out", "up", "dev", "d/sly"]
     with tarfile.open(tmp_path / "b.tar") as tar:
         names = {m.name: m for m in tar}
-    assert sorted(names) == ["srv/work", "srv/work/f", "srv/work/h", "srv/work/in"]
+    kept = ["", "/d/abs", "/d/loop", "/f", "/h", "/in", "/root"]
+    assert sorted(names) == [f"srv/work{name}" for name in kept]
+    links = {name: names[f"srv/work{name}"].linkname for name in ("/d/abs", "/d/loop", "/in", "/root")}
+    assert links == {"/d/abs": "../f", "/d/loop": "..", "/in": "f", "/root": "."}
     f = names["srv/work/f"]
     assert (f.mode, f.uid, f.gid, f.mtime, f.size) == (0o755, 7, 8, 9, 3)
     assert names["srv/work/h"].linkname == "srv/work/f"
-    assert names["srv/work/in"].linkname == "f"
 
 
 def test_carrying_a_file_and_what_is_no_folder(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ async def test_what_a_killed_run_left_goes_at_the_next_start(docker_image: str, 
     from rl360.sandboxes.docker import leftovers
 
     assert await leftovers.sweep() == 1
-    assert [c[:12] for c in docker("ps", "-aq", "--no-trunc", *OURS)] == [mine._container[:12]]
+    assert [c[:12] for c in docker("ps", "-aq", "--no-trunc", *OURS)] == [mine._container.id[:12]]
     await mine.stop(delete=True)
     assert docker("ps", "-aq", *OURS) == []
 
@@ -125,7 +125,7 @@ async def test_no_registry_is_asked(docker_image: str, tmp_path: Path) -> None: 
 async def test_a_killed_container_is_a_runtime_error(docker_image: str, tmp_path: Path) -> None:  # noqa: F811
     s = sandbox(docker_image, tmp_path / "a")
     await s.start(force_build=False)
-    docker("kill", s._container)
+    docker("kill", s._container.id)
     with pytest.raises(RuntimeError, match="sandbox ended"):
         await s.exec("true")
     with pytest.raises(RuntimeError, match="not running"):
@@ -168,6 +168,7 @@ def make_task(folder: Path, solution: str) -> Any:
     return Task(folder.name, folder, ("test",), "")
 
 
+@pytest.mark.parametrize("swaps", [True, False], ids=["in a new container", "in Harbor's separate environment"])
 @pytest.mark.parametrize(
     ("solution", "reward"),
     [
@@ -178,10 +179,11 @@ def make_task(folder: Path, solution: str) -> Any:
     ],
     ids=["oracle", "wrong", "a loop writes the reward", "another python"],
 )
-async def test_a_whole_trial(docker_image: str, tmp_path: Path, solution: str, reward: float) -> None:  # noqa: F811
+async def test_a_whole_trial(docker_image: str, tmp_path: Path, solution: str, reward: float, swaps: bool) -> None:  # noqa: F811
     from dataclasses import asdict
 
     from rl360.config.schemas import AgentConfig, SandboxConfig
+    from rl360.rollout.harbor_trial import TaskCache
     from rl360.rollout.trial_worker import TrialWorker
     from rl360.types import AttemptSpec, Sampling
 
@@ -192,6 +194,7 @@ async def test_a_whole_trial(docker_image: str, tmp_path: Path, solution: str, r
         trial_timeout_s=120.0, model_name="m", max_concurrent=4, start_interval_s=0.0, run_id="contract",
     )  # fmt: skip
     await worker.start()
+    worker._tasks = TaskCache(swaps=swaps)
     task = make_task(tmp_path / "task", solution)
     result = await worker.run(AttemptSpec("a0", "g0", 0, task, Sampling(), 1), "http://127.0.0.1:1")
     await worker.close()

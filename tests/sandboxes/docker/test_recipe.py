@@ -43,6 +43,8 @@ def test_a_plain_task() -> None:
     assert main["ulimits"] == {"fsize": 100 * 2**20}
     assert "storage_opt" not in main
     assert "MKNOD" in main["cap_drop"]
+    assert "runtime" not in main
+    assert recipe(runtime="runsc").compose()["services"]["main"]["runtime"] == "runsc"
 
 
 def test_no_limits() -> None:

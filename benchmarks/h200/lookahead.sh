@@ -24,6 +24,9 @@ except OSError:
 P
     kill -0 $server || { tail -n 40 "$out/sglang.log"; exit 1; }
 done
+# The first request compiles kernels for longer than a test waits.
+curl -s -m 200 "http://127.0.0.1:$port/generate" -H 'Content-Type: application/json' \
+    -d '{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}, "return_logprob": true}' > /dev/null || true
 RL360_SGLANG_URL="http://127.0.0.1:$port" python3 -m pytest -p no:cacheprovider -q tests/gateway/embedded/test_server.py \
     -k contract > "$out/contract.txt" 2>&1 || true
 python3 -m pytest -p no:cacheprovider -q -m gpu tests/trainers > "$out/gpu_tests.txt" 2>&1 || true

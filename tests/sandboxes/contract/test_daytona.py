@@ -13,6 +13,7 @@ from rl360.sandboxes.daytona import abilities, capacity
 from tests.sandboxes.contract.backends import Backend, new_sandbox
 from tests.sandboxes.contract.conftest import KEY_VARIABLE
 from tests.sandboxes.contract.daytona_standin import StandIn
+from tests.sandboxes.contract.trials import SOLUTIONS, trial
 
 pytestmark = pytest.mark.sandbox
 
@@ -144,6 +145,17 @@ async def test_a_failed_start_gives_its_slot_back(standin: StandIn, tmp_path: Pa
             await s.start(force_build=False)
         assert type(error.value).__name__ == "SandboxBuildFailedError"
         await s.stop(delete=True)
+
+
+@pytest.mark.parametrize(("solution", "reward"), SOLUTIONS)
+async def test_a_whole_trial(standin: StandIn, tmp_path: Path, solution: str, reward: float) -> None:
+    from rl360.rollout.harbor_trial import TaskCache
+
+    kwargs = {"api_url": f"{standin.url}/api", "api_key_env": KEY_VARIABLE, "cache_dir": str(tmp_path / "cache")}
+    result = await trial("rl360.sandboxes.daytona:DaytonaSandbox", kwargs, tmp_path, solution, TaskCache(swaps=False))
+    assert (result.exception_type, result.exception_message) == (None, None)
+    assert result.rewards == {"reward": reward}
+    assert (len(standin.created), standin.num_open) == (2, 0)  # the agent's and the verifier's
 
 
 # -- without the stand-in ---------------------------------------------------------------------------------------------

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harbor.agents.agent_auth_resolution import ModelConnectionSpec
-from harbor.agents.base import BaseAgent
-from harbor.agents.capabilities import AgentCapabilities
 
 from tests.sandboxes.contract.backends import Backend, new_sandbox
 from tests.sandboxes.contract.conftest import docker_image  # noqa: F401
+from tests.sandboxes.contract.trials import SOLUTIONS, trial
 
 pytestmark = pytest.mark.docker
 OURS = "--filter", "label=rl360.run=contract"
@@ -132,72 +130,14 @@ async def test_a_killed_container_is_a_runtime_error(docker_image: str, tmp_path
         await s.upload_file(Path(__file__), "/app/x")
 
 
-class Solves(BaseAgent):
-    """Runs the task's solution."""
-
-    MODEL_CONNECTION = ModelConnectionSpec(base_url_destination_names={"default": None})
-    capabilities = AgentCapabilities(base_url=True)
-
-    @staticmethod
-    def name() -> str:
-        return "solves"
-
-    def version(self) -> str:
-        return "1"
-
-    async def setup(self, environment: Any) -> None:
-        pass
-
-    async def run(self, instruction: str, environment: Any, context: Any) -> None:
-        await environment.exec(instruction, timeout_sec=30)
-
-
-def make_task(folder: Path, solution: str) -> Any:
-    from rl360.types import Task
-
-    files = {
-        "instruction.md": solution,
-        "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 60.0\n[verifier]\ntimeout_sec = 30.0\n',
-        "environment/Dockerfile": "FROM python:3.12-slim\nWORKDIR /app\n",
-        "tests/test.sh": '#!/bin/bash\npython3 /tests/check.py; echo "$((1 - $?))" > /logs/verifier/reward.txt\n',
-        "tests/check.py": "import sys\nsys.path.insert(0, '/app')\nfrom s import double\nassert double(3) == 6\n",
-    }
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return Task(folder.name, folder, ("test",), "")
-
-
 @pytest.mark.parametrize("swaps", [True, False], ids=["in a new container", "in Harbor's separate environment"])
-@pytest.mark.parametrize(
-    ("solution", "reward"),
-    [
-        ("echo 'double = lambda x: 2 * x' > /app/s.py\n", 1.0),
-        ("echo 'double = lambda x: x' > /app/s.py\n", 0.0),
-        ("(while :; do echo 1 > /logs/verifier/reward.txt; done) > /dev/null 2>&1 &\nsleep 0.2\n", 0.0),
-        ("printf '#!/bin/sh\\nexit 0\\n' > /usr/local/bin/python3; chmod +x /usr/local/bin/python3\n", 0.0),
-    ],
-    ids=["oracle", "wrong", "a loop writes the reward", "another python"],
-)
+@pytest.mark.parametrize(("solution", "reward"), SOLUTIONS)
 async def test_a_whole_trial(docker_image: str, tmp_path: Path, solution: str, reward: float, swaps: bool) -> None:  # noqa: F811
-    from dataclasses import asdict
-
-    from rl360.config.schemas import AgentConfig, SandboxConfig
     from rl360.rollout.harbor_trial import TaskCache
-    from rl360.rollout.trial_worker import TrialWorker
-    from rl360.types import AttemptSpec, Sampling
 
-    agent = asdict(AgentConfig(import_path=f"{__name__}:Solves", timeout_s=60.0))
-    config = asdict(SandboxConfig(import_path="rl360.sandboxes.docker:DockerSandbox", kwargs={"base": docker_image}))
-    worker = TrialWorker(
-        agent=agent, sandbox=config, cache_dir=tmp_path / "cache", trials_dir=tmp_path / "trials",
-        trial_timeout_s=120.0, model_name="m", max_concurrent=4, start_interval_s=0.0, run_id="contract",
-    )  # fmt: skip
-    await worker.start()
-    worker._tasks = TaskCache(swaps=swaps)
-    task = make_task(tmp_path / "task", solution)
-    result = await worker.run(AttemptSpec("a0", "g0", 0, task, Sampling(), 1), "http://127.0.0.1:1")
-    await worker.close()
+    result = await trial(
+        "rl360.sandboxes.docker:DockerSandbox", {"base": docker_image}, tmp_path, solution, TaskCache(swaps)
+    )
     assert (result.exception_type, result.exception_message) == (None, None)
     assert result.rewards == {"reward": reward}
     assert docker("ps", "-aq", "--filter", "label=rl360.owner") == []

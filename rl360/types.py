@@ -80,12 +80,12 @@ class Sampling:
 class AttemptSpec:
     """One try of one attempt. A requeue makes a new spec: same attempt_id, try_number + 1."""
 
-    attempt_id: str  # unique in the run but for tries: "i00003-<task>-2"
+    attempt_id: str  # unique in the run but for tries: "t00003-001-<task>-2"
     group_id: str
     iteration: int  # the iteration (or evaluation) it is made for
     task: Task
     sampling: Sampling
-    seed: int  # hash(run seed, iteration, task, attempt, try); the turn is mixed in by the proxy
+    seed: int  # hash(run seed, iteration, task, attempt), the same for every try; the proxy mixes the turn in
     purpose: Purpose = Purpose.TRAIN
     try_number: int = 0
     retry_of: str | None = None  # the try_id that this one repeats

@@ -28,6 +28,8 @@ CHOICES = {
     "rollout.sync": ("shared", "disk"),
 }
 
+TOOL_AGENT = "rl360.agents.bash:BashAgent"
+
 # key -> (least, most, whether the least itself is excluded); None: no bound
 RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "seed": (0, 2**63 - 1, False),
@@ -106,6 +108,7 @@ def combination_problems(config: RootConfig) -> list[str]:
         *_batch(config),
         *_sampling(config),
         *_engine(config),
+        *_agent(config),
         *_deadlines(config),
         *_secrets(config),
         *_evaluation(config),
@@ -220,6 +223,14 @@ def _engine(config: RootConfig) -> Iterator[str]:
         yield "rollout.engine_urls: the same URL twice; expected each engine once"
 
 
+def _agent(config: RootConfig) -> Iterator[str]:
+    if config.agent.import_path == TOOL_AGENT and config.model.tool_parser == "none":
+        yield (
+            "model.tool_parser: none with agent=bash, whose every turn is a tool call: all of them would be malformed; "
+            "expected hermes or k2_horizon, or try agent=bash_text"
+        )
+
+
 def _deadlines(config: RootConfig) -> Iterator[str]:
     for (inner, inner_key), (outer, outer_key) in pairwise(DEADLINES):
         inner_s, outer_s = float(str(_select(config, inner_key))), float(str(_select(config, outer_key)))
@@ -241,10 +252,10 @@ def _deadlines(config: RootConfig) -> Iterator[str]:
             f"{phases_s + config.rollout.request_timeout_s:g} s"
         )
     yield from _agent_deadlines(config)
-    if config.cluster.no_progress_s <= config.rollout.turn_timeout_s:
+    if config.cluster.no_progress_s <= config.cluster.client_timeout_s:
         yield (
-            f"cluster.no_progress_s: {config.cluster.no_progress_s:g} s would end a run during one slow turn "
-            f"(rollout.turn_timeout_s {config.rollout.turn_timeout_s:g} s); expected more"
+            f"cluster.no_progress_s: {config.cluster.no_progress_s:g} s would end a run during one slow trial "
+            f"(cluster.client_timeout_s {config.cluster.client_timeout_s:g} s); expected more"
         )
 
 

@@ -161,7 +161,7 @@ class ClusterConfig:
     name: str = "local"
     client_timeout_s: float = 800.0  # the rollout gives up on a trial after this
     trial_timeout_s: float = 700.0  # one Harbor trial: sandbox, agent and verifier
-    no_progress_s: float = 600.0  # the watchdog ends a run that has not moved for this long
+    no_progress_s: float = 1000.0  # the watchdog ends a run that has not moved for this long; above client_timeout_s
 
 
 @dataclass

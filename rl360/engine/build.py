@@ -20,6 +20,7 @@ from rl360.config.schemas import RootConfig
 from rl360.engine.workers import LocalWorkerGroup
 from rl360.errors import ConfigError
 from rl360.protocols import Algorithm, Gateway, Logger, Reward, Rollout, Trainer, WeightSync
+from rl360.rollout.failures import agent_timer_s
 from rl360.rollout.queue import RolloutEvents
 from rl360.rollout.weight_sync import DiskSync, SharedSync
 from rl360.types import Sampling, Task
@@ -66,10 +67,10 @@ def build(
         trainer.start()
         if restore_from is not None:
             trainer.restore(restore_from)
-        engine_urls, sync = _engines(config, run_dir, trainer, stack)
+        engine_urls, sync = make_engines(config, run_dir, trainer, stack)
         sync.sync(trainer, trainer.version)  # servers that run already may hold other weights than a resumed trainer
-        gateway = _gateway(config, run_dir, engine_urls)
-        rollout = _rollout(config, run_dir, run_id, gateway, events)
+        gateway = make_gateway(config, run_dir, engine_urls)
+        rollout = make_rollout(config, run_dir, run_id, gateway, events)
         stack.callback(rollout.close)
         rollout.start()
         loggers = {name: _make(config, entry, **entry.kwargs) for name, entry in config.logger.items()}
@@ -115,7 +116,9 @@ def _make(config: RootConfig, entry: Any, **collaborators: Any) -> Any:
     return cls(**fields, **{k: v for k, v in collaborators.items() if takes_all or k in accepted})
 
 
-def _engines(config: RootConfig, run_dir: Path, trainer: Any, stack: ExitStack) -> tuple[tuple[str, ...], WeightSync]:
+def make_engines(
+    config: RootConfig, run_dir: Path, trainer: Any, stack: ExitStack
+) -> tuple[tuple[str, ...], WeightSync]:
     """The engines' URLs and how weights reach them: the embedded engine, or servers that run already."""
     rollout = config.rollout
     if rollout.engine == "embedded":
@@ -141,7 +144,7 @@ def _engines(config: RootConfig, run_dir: Path, trainer: Any, stack: ExitStack) 
     return tuple(rollout.engine_urls), sync
 
 
-def _gateway(config: RootConfig, run_dir: Path, engine_urls: Sequence[str]) -> Gateway:
+def make_gateway(config: RootConfig, run_dir: Path, engine_urls: Sequence[str]) -> Gateway:
     def make_workers(target: str, size: int, kwargs: Mapping[str, Any], name: str) -> LocalWorkerGroup:
         return LocalWorkerGroup(target, size, kwargs, name=name, log_dir=run_dir / "logs", env=ONE_THREAD)
 
@@ -158,13 +161,13 @@ def _gateway(config: RootConfig, run_dir: Path, engine_urls: Sequence[str]) -> G
     )
 
 
-def _rollout(config: RootConfig, run_dir: Path, run_id: str, gateway: Gateway, events: RolloutEvents) -> Rollout:
+def make_rollout(config: RootConfig, run_dir: Path, run_id: str, gateway: Gateway, events: RolloutEvents) -> Rollout:
     rollout = config.rollout
     workers = LocalWorkerGroup(
         TRIAL_WORKER,
         rollout.num_workers,
         {
-            "agent": asdict(config.agent),
+            "agent": {**asdict(config.agent), "timeout_s": agent_timer_s(*agent_deadlines(config))},
             "sandbox": asdict(config.sandbox),
             "cache_dir": Path(config.paths.cache),
             "trials_dir": run_dir / "trials",
@@ -194,6 +197,12 @@ def _rollout(config: RootConfig, run_dir: Path, run_id: str, gateway: Gateway, e
         client_timeout_s=config.cluster.client_timeout_s,
         deterministic=rollout.deterministic,
     )
+
+
+def agent_deadlines(config: RootConfig) -> tuple[float, float, float, float]:
+    """The agent's budget, the trial's deadline, and the sandbox's start and verifier within it: seconds."""
+    sandbox = config.sandbox
+    return config.agent.timeout_s, config.cluster.trial_timeout_s, sandbox.start_timeout_s, sandbox.verifier_timeout_s
 
 
 def build_tasks(config: RootConfig) -> tuple[list[Task], list[Task]]:

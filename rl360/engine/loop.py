@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -80,7 +81,7 @@ class TrainingLoop:
         wait_s = time.monotonic() - began
 
         outcomes, kept = self.decide(groups)
-        self.check_failures(iteration, outcomes)
+        self.stop_if_too_many_failed(groups, outcomes)
         with self.watchdog.stage("train"):
             update = self.train(kept)
         with self.watchdog.stage("publish"):
@@ -163,14 +164,17 @@ class TrainingLoop:
                 outcomes.append(outcome)
         return outcomes, kept
 
-    def check_failures(self, iteration: int, outcomes: Sequence[Outcome]) -> None:
-        masked = [o for o in outcomes if o.kind is OutcomeKind.MASKED]
-        if len(masked) > self.settings.max_masked_share * len(outcomes):
-            causes = sorted({str(o.reason) for o in masked})
-            raise TooManyFailures(
-                f"iteration {iteration}: {len(masked)} of {len(outcomes)} attempts failed under the policy "
-                f"(rollout.max_masked_share {self.settings.max_masked_share}); causes: {', '.join(causes)}"
-            )
+    def stop_if_too_many_failed(self, groups: Sequence[Group], outcomes: Sequence[Outcome]) -> None:
+        """Raises TooManyFailures, with what failed written down: an iteration on a few survivors would mislead."""
+        causes = Counter(str(o.reason) for o in outcomes if o.kind is OutcomeKind.MASKED)
+        if causes.total() <= self.settings.max_masked_share * len(outcomes):
+            return
+        self.record.outcomes(groups, outcomes)
+        raise TooManyFailures(
+            f"iteration {self.state.iteration}: {causes.total()} of {len(outcomes)} attempts failed under the policy, "
+            f"more than rollout.max_masked_share {self.settings.max_masked_share} of them; causes: "
+            + ", ".join(f"{cause} {count}" for cause, count in causes.most_common())
+        )
 
     def train(self, kept: Sequence[Group]) -> Update:
         """One trainer step on the kept groups; without any, the version and the weights stay as they are."""
@@ -212,6 +216,12 @@ class TrainingLoop:
         report = evaluator.summarize(self.state.version, self.state.iteration, groups)
         self.record.evaluation(report, sorted(groups, key=lambda group: group.spec.group_id))
         self.state = replace(self.state, last_evaluated=self.state.iteration)
+        failed = report.num_attempts - report.num_valid
+        if failed > self.settings.max_masked_share * report.num_attempts:
+            raise TooManyFailures(
+                f"evaluation at iteration {self.state.iteration}: {failed} of {report.num_attempts} attempts have no "
+                f"verdict, more than rollout.max_masked_share {self.settings.max_masked_share} of them"
+            )
         best = self.state.best_success_rate
         if report.success_rate is not None and (best is None or report.success_rate > best):
             self.state = replace(self.state, best_success_rate=report.success_rate, best_iteration=self.state.iteration)

@@ -52,24 +52,25 @@ def run_experiment(config: RootConfig, resolved: DictConfig) -> dict[str, Any]:
         record = RunRecord(run_dir)
         stack.callback(record.close)
 
-        def write_down(reason: str) -> dict[str, Any]:
+        def write_down(reason: str, error: str | None = None) -> dict[str, Any]:
             wall_s = _earlier_wall_s(run_dir) + time.monotonic() - began
-            summary = summarize_run(config, run_dir, record, reason, wall_s=wall_s)
+            summary = {**summarize_run(config, run_dir, record, reason, wall_s=wall_s), "error": error}
             write_summary(run_dir, summary)
             return summary
 
-        reason = "failed"
+        reason, error = "failed", None
         try:
-            _train(config, resolved, run_dir, record, on_stall=lambda message: write_down("failed"))
+            _train(config, resolved, run_dir, record, on_stall=lambda message: write_down("failed", message))
             reason = "finished"
         except Interrupted:
             reason = "interrupted"
             raise
-        except BaseException:
+        except BaseException as failure:
+            error = f"{type(failure).__name__}: {failure}"
             log.exception("the run failed")
             raise
         finally:
-            summary = write_down(reason)
+            summary = write_down(reason, error)
             for logger in record.loggers:
                 logger.finish(summary)
         return summary

@@ -175,7 +175,7 @@ EXCEPTIONS: Mapping[str, Row] = MappingProxyType(
         **_rows(_MASK, "verifier_no_reward", ("RewardFileNotFoundError", "RewardFileEmptyError")),
         "VerifierOutputParseError": Row(_MASK, "verifier_garbage"),
         # -- the task's own settings
-        **_rows(_MASK, "task_invalid", ("TOMLDecodeError", "ValidationError")),
+        **_rows(_MASK, "task_invalid", ("TOMLDecodeError", "UnsupportedTaskError", "ValidationError")),
         # -- Harbor
         **_rows(_MASK, "harbor_unsupported", ("ServiceOperationsUnsupportedError", "RegradeError")),
         **_rows(

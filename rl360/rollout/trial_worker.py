@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _HARBOR_ENV = {"HARBOR_TELEMETRY": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 _LOCAL_SANDBOX = "rl360.sandboxes.local:LocalSandbox"
+_OWN_SANDBOXES = "rl360.sandboxes."  # their constructors take the fields of SandboxConfig; others only their kwargs
 _SANDBOX_FIELDS = (
     "network", "memory_mib", "cpus", "pids", "disk_mib", "lifetime_s", "start_timeout_s", "base", "unprivileged",
 )  # fmt: skip
@@ -145,7 +146,7 @@ class TrialWorker:
         from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
 
         sandbox_kwargs = dict(self._sandbox.get("kwargs") or {})
-        if self._is_local:
+        if self._sandbox["import_path"].startswith(_OWN_SANDBOXES):
             fields = {key: self._sandbox[key] for key in _SANDBOX_FIELDS if key in self._sandbox}
             sandbox_kwargs = {**fields, "cache_dir": str(self._cache_dir), "run_id": self._run_id, **sandbox_kwargs}
         return TrialConfig(

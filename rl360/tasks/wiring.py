@@ -61,8 +61,8 @@ def policy_rollout(config: RootConfig, folder: Path, events: RolloutEvents) -> I
     """The rollout of training without a trainer: the model's weights in an embedded engine, or servers that run."""
     with ExitStack() as stack:
         model = _FixedWeights(_load_weights(config)) if config.rollout.engine == "embedded" else _FixedWeights(None)
-        urls, _ = build._engines(config, folder, model, stack)
-        rollout = build._rollout(config, folder, "calibrate", build._gateway(config, folder, urls), events)
+        urls, _ = build.make_engines(config, folder, model, stack)
+        rollout = build.make_rollout(config, folder, "calibrate", build.make_gateway(config, folder, urls), events)
         stack.callback(rollout.close)
         rollout.start()
         yield rollout

@@ -14,8 +14,11 @@ from rl360.config.schemas import ComposedConfig
 from tests.tiny_model import write_tiny_llama
 
 SETS = ("reward", "logger")  # several options at once
-# What an option cannot know: where the servers of `external` are.
-NEEDED = {"rollout=external": ("rollout.engine_urls=[http://127.0.0.1:30000]",)}
+# What an option cannot know: where the servers of `external` are, and that the model speaks in tool calls.
+NEEDED = {
+    "rollout=external": ("rollout.engine_urls=[http://127.0.0.1:30000]",),
+    "agent=bash": ("model.tool_parser=hermes",),
+}
 
 OPTIONS = sorted((path.parent.name, path.stem) for path in conf_folder().glob("*/*.yaml"))
 EXPERIMENTS = [name for group, name in OPTIONS if group == "experiment"]

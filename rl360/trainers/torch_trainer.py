@@ -136,6 +136,8 @@ class TorchTrainer:
             raise ValueError("the batch has no sequences; expected at least one trained token (skip the step instead)")
         assert self._optimizer is not None, "TorchTrainer.start() comes first"
         began_s = time.perf_counter()
+        if self._device.type == "cpu":
+            return_free_memory()  # of the engine's cache, where it shares this process
         share = self._share_prompts and self._device.type == "cpu"
         micro_batches = [_Work.of(packed, self._device) for packed in pack(batch.sequences, self._max_tokens, share)]
         updates = self._algorithm.updates_per_batch
@@ -275,7 +277,7 @@ class _Work:
 
 
 def return_free_memory() -> None:
-    """Give freed heap back to the system: glibc keeps what a step freed, beside the engine's next KV cache."""
+    """Give freed heap back to the system: glibc keeps it, and step and KV cache would each add to the peak."""
     with suppress(OSError, AttributeError):  # another C library than glibc has no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -215,6 +215,11 @@ def _engine(config: RootConfig) -> Iterator[str]:
                 f"rollout.max_staleness: {rollout.max_staleness} with the embedded engine, which shares the trainer's "
                 "weights and is drained before each step; expected 0"
             )
+    if rollout.engine == "external" and rollout.max_staleness > 0:
+        yield (
+            f"rollout.max_staleness: {rollout.max_staleness}; rollouts that run ahead of the weights are not supported "
+            "yet; expected 0"
+        )
     for url in rollout.engine_urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rl360.diagnostics.cpu import process_tree_cpu_s
 from rl360.engine.evaluation import Evaluator
@@ -59,6 +59,7 @@ class TrainingLoop:
     watchdog: Watchdog
     stop_requested: Callable[[], bool]
     submitted: int = 0  # iterations whose groups have been submitted
+    early: dict[int, list[Group]] = field(default_factory=dict)  # finished groups by iteration, not trained on yet
     checkpointed_at: int | None = None
 
     def run(self) -> None:
@@ -100,7 +101,10 @@ class TrainingLoop:
         metrics.update(throughput(metrics, groups))
         self.record.metrics(iteration, metrics, groups)
         self.state = replace(
-            self.state, iteration=iteration + 1, version=update.version, task_position=self.cursor.position
+            self.state,
+            iteration=iteration + 1,
+            version=update.version,
+            task_position=(iteration + 1) * self.settings.tasks_per_iteration,
         )
         self.watchdog.progress()
         self.evaluate_if_due()
@@ -108,13 +112,16 @@ class TrainingLoop:
             self.checkpoint()
 
     def collect(self, iteration: int) -> list[Group]:
-        """Submit work as far ahead as staleness allows; wait for as many groups as an iteration trains on."""
+        """Submit work as far ahead as staleness allows; wait for the groups of this iteration.
+
+        Groups of a later one that finish first wait for their turn: slow tasks are not passed over by fast ones.
+        """
         self.admit()
-        groups: list[Group] = []
-        while len(groups) < self.settings.tasks_per_iteration:
-            groups.append(self.next_group(Purpose.TRAIN))
+        while len(self.early.get(iteration, ())) < self.settings.tasks_per_iteration:
+            group = self.next_group(Purpose.TRAIN)
+            self.early.setdefault(group.spec.iteration, []).append(group)
             self.watchdog.progress()
-        return sorted(groups, key=lambda group: group.spec.group_id)
+        return sorted(self.early.pop(iteration), key=lambda group: group.spec.group_id)
 
     def admit(self) -> None:
         """Staleness is bounded here, by not starting work, so that a slow attempt is never thrown away."""
@@ -169,7 +176,11 @@ class TrainingLoop:
         causes = Counter(str(o.reason) for o in outcomes if o.kind is OutcomeKind.MASKED)
         if causes.total() <= self.settings.max_masked_share * len(outcomes):
             return
-        self.record.outcomes(groups, outcomes)
+        kept_none = [
+            o if o.kind is OutcomeKind.MASKED else replace(o, kind=OutcomeKind.UNUSED, reason="too_many_failures")
+            for o in outcomes
+        ]
+        self.record.outcomes(groups, kept_none)
         raise TooManyFailures(
             f"iteration {self.state.iteration}: {causes.total()} of {len(outcomes)} attempts failed under the policy, "
             f"more than rollout.max_masked_share {self.settings.max_masked_share} of them; causes: "
@@ -216,11 +227,11 @@ class TrainingLoop:
         report = evaluator.summarize(self.state.version, self.state.iteration, groups)
         self.record.evaluation(report, sorted(groups, key=lambda group: group.spec.group_id))
         self.state = replace(self.state, last_evaluated=self.state.iteration)
-        failed = report.num_attempts - report.num_valid
+        failed = sum(not attempt.valid for group in groups for attempt in group.attempts)
         if failed > self.settings.max_masked_share * report.num_attempts:
             raise TooManyFailures(
-                f"evaluation at iteration {self.state.iteration}: {failed} of {report.num_attempts} attempts have no "
-                f"verdict, more than rollout.max_masked_share {self.settings.max_masked_share} of them"
+                f"evaluation at iteration {self.state.iteration}: {failed} of {report.num_attempts} attempts "
+                f"failed under the policy, more than rollout.max_masked_share {self.settings.max_masked_share} of them"
             )
         best = self.state.best_success_rate
         if report.success_rate is not None and (best is None or report.success_rate > best):

@@ -42,6 +42,7 @@ class RunRecord:
         self.loggers = list(loggers)
         self._requeued_lock = threading.Lock()
         self._requeued = 0  # training tries since the last row of metrics
+        self.iterations_done = 0
 
     # ---- rollout events ----------------------------------------------------------------------------------------------
 
@@ -60,24 +61,28 @@ class RunRecord:
 
     # ---- resume ------------------------------------------------------------------------------------------------------
 
-    def resume_at(self, iteration: int) -> list[Attempt]:
-        """Go back to where `iteration` begins. Returns the finished attempts that need not be made again.
+    def resume_at(self, iteration: int, version: int) -> list[Attempt]:
+        """Go back to where `iteration` begins, with the weights `version`. Returns the attempts not to be made again.
 
-        Tries that left no such attempt are requeued, and so are those that failed under the policy: what made them fail
-        may be why the run ended, and a resume that met it again would end again.
+        Those sampled under later weights are made again: so are the weights, and they need not come out the same to the
+        last bit. Tries that left no such attempt are requeued, and so are those that failed under the policy: what made
+        them fail may be why the run ended, and a resume that met it again would end again.
         """
         open_tries = self._ledger.rollback(iteration)
         self._trajectories.cut(iteration)
         usable = {
             a.spec.try_id: a
             for a in self._journal.read()
-            if a.valid and is_run_again(a.spec.purpose, a.spec.iteration, iteration)
+            if a.valid
+            and is_run_again(a.spec.purpose, a.spec.iteration, iteration)
+            and all(span.version <= version for segment in a.segments for span in segment.version_spans)
         }
         rows = [
             (one, outcome_of(one, OutcomeKind.REQUEUED, "run_ended")) for one in open_tries if one.try_id not in usable
         ]
         self._ledger.record([outcome for _, outcome in rows])
         self._trajectories.write(rows)
+        self.iterations_done = iteration
         still_open = {one.try_id for one in open_tries}
         return [attempt for try_id, attempt in usable.items() if try_id in still_open]
 
@@ -102,6 +107,7 @@ class RunRecord:
         with self._requeued_lock:
             metrics = {**metrics, "rollout/samples_requeued": float(self._requeued)}
             self._requeued = 0
+        self.iterations_done = iteration + 1
         for logger in self.loggers:
             logger.log(iteration, metrics)
             for index, text in enumerate(sample_texts(groups)):

@@ -54,7 +54,10 @@ def run_experiment(config: RootConfig, resolved: DictConfig) -> dict[str, Any]:
 
         def write_down(reason: str, error: str | None = None) -> dict[str, Any]:
             wall_s = _earlier_wall_s(run_dir) + time.monotonic() - began
-            summary = {**summarize_run(config, run_dir, record, reason, wall_s=wall_s), "error": error}
+            summary = {
+                **summarize_run(config, run_dir, record, reason, wall_s=wall_s, iterations=record.iterations_done),
+                "error": error,
+            }
             write_summary(run_dir, summary)
             return summary
 
@@ -84,7 +87,7 @@ def _train(
     store = CheckpointStore(run_dir, config.checkpoint.keep_last, config.checkpoint.keep_best)
     checkpoint = store.latest()
     state = _starting_state(checkpoint, cursor)
-    finished_before = record.resume_at(state.iteration)
+    finished_before = record.resume_at(state.iteration, state.version)
     if checkpoint is not None or finished_before:
         log.info("resuming at iteration %d with %d finished attempts", state.iteration, len(finished_before))
 

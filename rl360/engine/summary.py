@@ -77,13 +77,17 @@ class Counts(Protocol):
     def masked_by_cause(self) -> dict[str, int]: ...
 
 
-def summarize_run(config: RootConfig, run_dir: Path, record: Counts, reason: str, *, wall_s: float) -> dict[str, Any]:
-    """`summarize` for a run that just ended: as many iterations as have decided training attempts."""
-    done = [i for i in Trajectories(run_dir).iterations() if _training_attempts(run_dir, i, i + 1)]
+def summarize_run(
+    config: RootConfig, run_dir: Path, record: Counts, reason: str, *, wall_s: float, iterations: int | None = None
+) -> dict[str, Any]:
+    """`summarize` for a run that just ended. iterations None: as many as have decided training attempts."""
+    if iterations is None:
+        done = [i for i in Trajectories(run_dir).iterations() if _training_attempts(run_dir, i, i + 1)]
+        iterations = max(done, default=-1) + 1
     return summarize(
         run_dir,
         exit_reason=reason,
-        iterations=max(done, default=-1) + 1,
+        iterations=iterations,
         seed=config.seed,
         wall_s=wall_s,
         attempts=record.counts(),

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rl360.protocols import Reward
-from rl360.types import Attempt, Score, Task
+from rl360.types import Attempt, Score, Stop, Task
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +42,17 @@ async def score_group(rewards: Mapping[str, Reward], task: Task, attempts: Seque
     """Rewards that compare the valid attempts of a group; the attempts come back in their order."""
     scored = list(attempts)
     for name, reward in rewards.items():
-        valid = [index for index, attempt in enumerate(scored) if attempt.valid]
+        valid = [index for index, attempt in enumerate(scored) if _scorable(attempt) and name not in attempt.scores]
         if reward.scope == "group" and valid:
             scores = await _scores(name, reward, task, [scored[index] for index in valid])
             for index, score in zip(valid, scores, strict=True):
                 scored[index] = _with(scored[index], name, score)
     return scored
+
+
+def _scorable(attempt: Attempt) -> bool:
+    """Nothing under it failed so far. It may have no score yet: a group's reward can be the only one."""
+    return attempt.stop is not Stop.INFRASTRUCTURE and all(score.valid for score in attempt.scores.values())
 
 
 async def _scores(name: str, reward: Reward, task: Task, attempts: Sequence[Attempt]) -> list[Score]:

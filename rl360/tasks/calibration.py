@@ -119,7 +119,8 @@ def row_of(attempt: Attempt) -> dict[str, Any]:
         "task_id": task.task_id,
         "content_hash": task.content_hash,
         "attempt": int(attempt.spec.attempt_id.rpartition("-")[2]),
-        "success": attempt.success,  # null: an infrastructure failure
+        "success": attempt.success,  # null: no verdict
+        "valid": attempt.valid,  # false: an infrastructure failure
         "reward": attempt.reward,
         "stop": attempt.stop.value,
         "cause": attempt.cause,
@@ -167,7 +168,7 @@ def rate_of(task: Task, rows: Iterable[Mapping[str, Any]], k: int) -> TaskRate:
     """The rate over the first k attempts. rows: of this task, in the order they were made; the last of each counts."""
     last = {row["attempt"]: row for row in rows if row["attempt"] < k}
     judged = [row for row in last.values() if row["success"] is not None]
-    failed = [row for row in last.values() if row["success"] is None]
+    failed = [row for row in last.values() if not row.get("valid", row["success"] is not None)]
     successes = sum(bool(row["success"]) for row in judged)
     low, high = wilson(successes, len(judged)) if judged else (None, None)
     return TaskRate(

@@ -121,7 +121,8 @@ def test_too_many_failures_end_the_run_with_everything_written_down():
     most = [group(0.0, None), group(None, None)]
     with pytest.raises(TooManyFailures, match=r"3 of 4 attempts.*sandbox_died 3"):
         loop.stop_if_too_many_failed(most, loop.decide(most)[0])
-    assert sum(o.kind is OutcomeKind.MASKED for o in loop.record.written) == 3
+    assert [o.kind for o in loop.record.written].count(OutcomeKind.MASKED) == 3
+    assert [o.kind for o in loop.record.written].count(OutcomeKind.UNUSED) == 1  # nothing of it was trained on
 
 
 def test_nothing_to_train_on_keeps_the_version():

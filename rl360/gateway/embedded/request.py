@@ -73,6 +73,8 @@ class Request:
 
     def version_spans(self) -> list[dict[str, int]]:
         """[{version, start, end}] over the output tokens, as SGLang 0.5.20 reports `weight_versions`."""
+        if not self.version_starts:
+            return []  # it ended before its first token
         ends = [start for _, start in self.version_starts[1:]] + [len(self.output_ids)]
         return [
             {"version": version, "start": start, "end": end}

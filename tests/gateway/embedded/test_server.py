@@ -310,3 +310,13 @@ async def test_http_engine_deadline_drops_the_request(server):
     await asyncio.sleep(0.05)
     assert server.engine.state()["num_running_reqs"] == 0
     await engine.close()
+
+
+async def test_a_request_that_ends_before_its_first_token_is_no_error(url):
+    status, reply = await call(
+        url, "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    )
+    assert status == 200
+    assert reply["output_ids"] == []
+    assert reply["meta_info"]["finish_reason"]["type"] == "length"
+    assert reply["meta_info"]["completion_tokens"] == 0

@@ -155,16 +155,22 @@ def run_rl360(args: argparse.Namespace, overrides: list[str], out: Path) -> Figu
 def report(found: dict[str, list[Figure]], args: argparse.Namespace) -> None:
     """Medians over rounds; ratios are to TRL of the same round."""
     print(f"{len(TASKS)} tasks x {args.group_size}, {args.max_new_tokens} new tokens at most, {args.threads} threads")
-    print(f"{'':<20}{'samples/s':>10}{'CPU s/sample':>14}{'x TRL':>8}{'CPU x TRL':>11}{'tokens':>8}")
+    print(
+        f"{'':<20}{'samples/s':>10}{'CPU s/sample':>14}{'x TRL':>8}{'CPU x TRL':>11}{'tokens':>8}{'tokens/s x TRL':>16}"
+    )
     for name, figures in found.items():
         speed = statistics.median(f.samples_per_s / t.samples_per_s for f, t in zip(figures, found["TRL"], strict=True))
         cost = statistics.median(
             t.cpu_s_per_sample / f.cpu_s_per_sample for f, t in zip(figures, found["TRL"], strict=True)
         )
+        tokens = statistics.median(
+            f.samples_per_s * f.response_tokens / (t.samples_per_s * t.response_tokens)
+            for f, t in zip(figures, found["TRL"], strict=True)
+        )
         print(
             f"{name:<20}{statistics.median(f.samples_per_s for f in figures):>10.3f}"
             f"{statistics.median(f.cpu_s_per_sample for f in figures):>14.2f}{speed:>8.2f}{cost:>11.2f}"
-            f"{statistics.mean(f.response_tokens for f in figures):>8.1f}"
+            f"{statistics.mean(f.response_tokens for f in figures):>8.1f}{tokens:>16.2f}"
         )
     if args.json:
         args.json.write_text(json.dumps({n: [vars(f) for f in fs] for n, fs in found.items()}, indent=2) + "\n")

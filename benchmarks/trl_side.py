@@ -108,8 +108,9 @@ def main() -> None:
         )
         trainer.train()
     steps = [{"wall_s": b[0] - a[0], "cpu_s": b[1] - a[1]} for a, b in zip(clock.marks, clock.marks[1:], strict=False)]
-    mean_tokens = sum(lengths) / max(len(lengths), 1)
-    print(json.dumps({"steps": steps, "samples": len(lengths), "response_tokens_mean": mean_tokens}), flush=True)
+    counted = lengths[len(rows) * spec["group_size"] :]  # without the warm-up step
+    mean_tokens = sum(counted) / max(len(counted), 1)
+    print(json.dumps({"steps": steps, "samples": len(counted), "response_tokens_mean": mean_tokens}), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,14 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis
+
 from rl360.models.fetch import default_models_dir, folder_problems
 from tests.tiny_model import write_tiny_llama
+
+# The same examples in every run: a red test is a change's doing. HYPOTHESIS_PROFILE=default searches anew.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 REQUIRE_ENV = "RL360_TEST_REQUIRE"
 SMOLLM2 = "smollm2_135m"

@@ -60,18 +60,19 @@ def rewritten(message: dict[str, Any]) -> dict[str, Any]:
     return new
 
 
-def edited(messages: list[dict[str, Any]], how: str) -> list[dict[str, Any]]:
-    """An edit of the history that templates with strict roles accept too."""
+def edited(messages: list[dict[str, Any]], how: str, at: int) -> list[dict[str, Any]]:
+    """An edit of the history that templates with strict roles accept too. `at` keeps two of them apart: the same request
+    twice is a retry."""
     if how == "first":
         return [{**messages[0], "content": messages[0]["content"] + " edited"}, *messages[1:]]
     if how == "fresh":
-        return [{"role": "user", "content": f"fresh {len(messages)}"}]
+        return [{"role": "user", "content": f"fresh {at}"}]
     sampled = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if how == "assistant" and sampled:
         changed = {**messages[sampled[-1]], "content": "not what was said"}
         return [*messages[: sampled[-1]], changed, *messages[sampled[-1] + 1 :]]
     if how == "drop" and sampled:
-        return [*messages[: sampled[-1]], {"role": "user", "content": "instead"}]
+        return [*messages[: sampled[-1]], {"role": "user", "content": f"instead {at}"}]
     return messages
 
 
@@ -85,7 +86,7 @@ async def chat(driven: Agent, steps: list[dict[str, Any]], seed: int) -> tuple[S
     for number, todo in enumerate(steps):
         if todo["edit"] != "none" and number:
             before = list(messages)
-            messages = edited(messages, todo["edit"])
+            messages = edited(messages, todo["edit"], number)
             was_edited |= messages != before
         if todo["text"] is not None:
             driven.model.script.append(todo["text"])

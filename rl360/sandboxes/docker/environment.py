@@ -18,6 +18,7 @@ import hashlib
 import json
 import shlex
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -39,6 +40,8 @@ from rl360.sandboxes.local.artifacts import Artifact, problems_of
 
 _DEFAULT_WORKDIR, _ARTIFACT_LOGS = "/app", "/logs/artifacts"
 _DEFAULT_ARTIFACTS_MIB = 1024  # without a disk limit
+
+ANSWER_S = 10.0  # from a restart until a command runs; a tenth of a second where it was seen
 
 
 class MemoryLimitExceededError(RuntimeError):
@@ -311,8 +314,20 @@ class DockerSandbox(DockerEnvironment):
         `/tests` goes unless the image brought it, so that planted hooks go with it. Altered programs stay.
         """
         await checked("restart", "--time", "0", self._running().id, timeout_s=CALL_TIMEOUT_S)
+        await self._until_it_answers()
         await self._running().as_root(f"rm -rf /logs/verifier {'' if self._tests_in_image else '/tests'}")
         await self._make_reward_folder(verifier_user)
+
+    async def _until_it_answers(self) -> None:
+        """A daemon calls a container started a moment before its root file system is in place. Raises DockerError."""
+        until = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                return await self._running().as_root("true")
+            except DockerError:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(0.05)
 
     async def _make_reward_folder(self, verifier_user: str | int | None) -> None:
         """Writable for the verifier's user only: a test that runs the answer as another user is not graded by it."""

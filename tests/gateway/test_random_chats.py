@@ -61,8 +61,7 @@ def rewritten(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def edited(messages: list[dict[str, Any]], how: str, at: int) -> list[dict[str, Any]]:
-    """An edit of the history that templates with strict roles accept too. `at` keeps two of them apart: the same request
-    twice is a retry."""
+    """An edit of the history that templates with strict roles accept too. `at` keeps two apart: the same is a retry."""
     if how == "first":
         return [{**messages[0], "content": messages[0]["content"] + " edited"}, *messages[1:]]
     if how == "fresh":

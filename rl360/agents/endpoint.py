@@ -38,6 +38,9 @@ class APIConnectionError(RuntimeError):
     """The model endpoint did not answer, or not in time. The name is one of Harbor's error table."""
 
 
+ENDPOINT_ERRORS = (InternalServerError, BadRequestError, APIConnectionError)
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """One answer. `message` goes back into the history exactly as it is."""
@@ -127,9 +130,12 @@ class Endpoint:
 
     def _read(self, status: int, answer: Any) -> Reply | Spent:
         if status == 200:
-            choice, usage = answer["choices"][0], answer.get("usage") or {}
-            finish = choice.get("finish_reason") or "stop"
-            return Reply(choice["message"], finish, usage.get("prompt_tokens"), usage.get("completion_tokens"))
+            try:
+                choice, usage = answer["choices"][0], answer.get("usage") or {}
+                finish = choice.get("finish_reason") or "stop"
+                return Reply(choice["message"], finish, usage.get("prompt_tokens"), usage.get("completion_tokens"))
+            except (LookupError, TypeError, AttributeError) as error:
+                raise APIConnectionError(f"POST {self._url}: no chat completion came back") from error
         if status == 400 and _CAP_CODE in answer:
             return Spent(Stop.TURNS if _TURNS_USED in answer else Stop.LENGTH)
         kind = InternalServerError if status >= 500 else BadRequestError

@@ -6,7 +6,8 @@ others: what a reply means and does (each agent's `Dialogue`), sampling, caps an
 The history only grows, and each assistant message goes back exactly as the proxy returned it, so that the policy's
 tokens are one sequence. The caps on turns and tokens are the proxy's: an agent that meets one returns normally. Replies
 that fail (no readable call, a tool that refused) are answered as errors, and `max_failures` of them in a row end the
-attempt as given up. In every case the verifier still runs.
+attempt as given up. In every case the verifier still runs. So does it when acting on a reply raises anything while the
+sandbox still answers: that is a reply that failed. Only a dead sandbox and a failed model call are raised.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 from harbor.models.task.config import MCPServerConfig
 
+from rl360.agents.blame import printable, sandbox_answers
 from rl360.agents.endpoint import Endpoint, Reply, Spent
 from rl360.agents.shell import Shell
 from rl360.types import Stop
@@ -185,7 +187,7 @@ class MultiTurnAgent(BaseAgent):
                 if isinstance(reply, Spent):
                     tally.stop = reply.stop
                     return
-                reaction = await dialogue.react(reply)
+                reaction = await self._react(dialogue, reply, environment)
                 tally.add(reply, reaction)
                 if reaction.stop is not None:
                     tally.stop = reaction.stop
@@ -193,7 +195,28 @@ class MultiTurnAgent(BaseAgent):
                 if tally.failures_in_a_row >= self._max_failures:
                     tally.stop = Stop.GAVE_UP
                     return
-                messages += [reply.message, *reaction.messages]
+                messages += [reply.message, *(_sendable(message) for message in reaction.messages)]
+
+    async def _react(self, dialogue: Dialogue, reply: Reply, environment: BaseEnvironment) -> Reaction:
+        """Raises only what a dead sandbox raises."""
+        try:
+            return await dialogue.react(reply)
+        except Exception as error:
+            if not await sandbox_answers(environment):
+                raise
+            self.logger.warning("a reply could not be acted on: %s", type(error).__name__, exc_info=True)
+            return Reaction(_answers(reply, f"error: that could not be done ({type(error).__name__})"), failed=True)
 
     def _shell(self, environment: BaseEnvironment) -> Shell:
         return Shell(environment, timeout_s=self._command_timeout_s, max_output_bytes=self._max_output_bytes)
+
+
+def _answers(reply: Reply, text: str) -> tuple[Message, ...]:
+    """The same answer to all that a reply asked for."""
+    if not reply.calls:
+        return ({"role": "user", "content": text},)
+    return tuple({"role": "tool", "tool_call_id": call.get("id"), "content": text} for call in reply.calls)
+
+
+def _sendable(message: Message) -> Message:
+    return {**message, "content": printable(message["content"])}

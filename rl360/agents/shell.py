@@ -19,9 +19,11 @@ from dataclasses import dataclass
 
 from harbor.environments.base import BaseEnvironment
 
+from rl360.agents.blame import printable, small_integer, timed_out
+
 STATE_DIR = "/tmp/.rl360-shell"
 MAX_FILE_BYTES = 1_000_000  # of a file that is read or written whole
-_MAX_QUOTED = 100_000  # characters; one argument of a process may have 128 KiB
+_MAX_QUOTED = 100_000  # bytes; one argument of a process may have 128 KiB
 _CHUNK = 60_000  # base64 characters of a file that one command carries
 _GRACE_S = 10  # the environment's own deadline comes this much later than ours
 _KILLED = (124, 137)  # exit codes of `timeout`: it ended the command, or had to kill it
@@ -59,22 +61,22 @@ class Shell:
 
     async def run(self, command: str, max_output_bytes: int | None = None) -> Outcome:
         """Run one bash command. Raises what the environment raises when the sandbox is gone."""
-        command = command.encode("utf-8", "replace").decode().replace("\0", "")
+        command = printable(command).replace("\0", "")
         quoted = shlex.quote(command)
-        if len(quoted) > _MAX_QUOTED:
+        if len(quoted.encode()) > _MAX_QUOTED:
             return Outcome(1, f"the command is too long ({len(command)} characters); write a file in several steps")
         script = _script(quoted, self._timeout_s, max_output_bytes or self._max_output_bytes)
         began = time.monotonic()
         try:
             done = await self._environment.exec(script, timeout_sec=int(self._timeout_s) + _GRACE_S)
         except RuntimeError as error:
-            if "timed out" not in str(error):
+            if not timed_out(error):
                 raise
             return Outcome(124, "", timed_out=True)
         head, _, output = (done.stdout or "").partition("\n")
-        if not head.isdigit():  # the policy broke the shell that serves it; what there is, it sees
+        code = small_integer(head, max_digits=3)
+        if code is None:  # the policy broke the shell that serves it; what there is, it sees
             return Outcome(done.return_code or 1, f"{done.stdout or ''}{done.stderr or ''}"[: self._max_output_bytes])
-        code = int(head)
         return Outcome(code, output, code in _KILLED and time.monotonic() - began >= self._timeout_s)
 
     async def read_file(self, path: str) -> bytes:
@@ -88,7 +90,10 @@ class Shell:
         )
         if done.code:
             raise SandboxFileError(f"{path}: {done.output.strip() or 'cannot be read'}")
-        return base64.b64decode(done.output)
+        try:
+            return base64.b64decode(done.output)
+        except ValueError:  # the policy broke the tool that encodes it
+            raise SandboxFileError(f"{path}: cannot be read: the sandbox's base64 does not work") from None
 
     async def write_file(self, path: str, data: bytes) -> None:
         """Replace a file's content, as the agent's user; folders are made. Raises SandboxFileError."""

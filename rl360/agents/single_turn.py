@@ -77,5 +77,5 @@ class SingleTurnAgent(BaseAgent):
         }
         if code is not None:
             local = Path(self.logs_dir) / Path(self._path).name
-            local.write_text(code)
+            local.write_bytes(code.encode("utf-8", "replace"))
             await environment.upload_file(source_path=local, target_path=self._path)

@@ -10,17 +10,21 @@ What is different from Harbor's:
 - a reply that was cut off is a turn like any other: Harbor's asks again inside itself without counting, which ran to
   316 calls with max_turns=2; here it is parsed, fails, and the next turn says that it was too long;
 - the history is never summarised nor rewritten, and nothing is recorded;
-- a cap on turns or tokens ends it normally, so that the verifier runs, and so do `max_failures` unreadable replies in a
-  row.
+- a cap on turns or tokens ends it normally, so that the verifier runs, and so do `max_failures` replies in a row that
+  cannot be read or typed;
+- a reply that Harbor's parser or the trajectory's encoding fails on is unreadable, no error of the program;
+- keystrokes that end the shell end the attempt as given up, also when more were to follow. Whatever else fails after
+  the first reply ends it normally as well, as long as the sandbox answers and the model call was not what failed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 from harbor.agents.terminus_2 import Terminus2
 from harbor.agents.terminus_2.terminus_2 import Command
+from harbor.agents.terminus_2.terminus_json_plain_parser import ParseResult
 from harbor.agents.terminus_2.tmux_session import TmuxSession
 from harbor.environments.base import BaseEnvironment
 from harbor.llms.base import BaseLLM, LLMResponse
@@ -28,13 +32,16 @@ from harbor.llms.chat import Chat
 from harbor.models.agent.context import AgentContext
 from harbor.models.metric import UsageInfo
 
-from rl360.agents.endpoint import Endpoint, Reply, Spent
+from rl360.agents.blame import printable, sandbox_answers
+from rl360.agents.endpoint import ENDPOINT_ERRORS, Endpoint, Reply, Spent
 from rl360.types import Stop
 
 CUT = (
     "Your reply was cut off because it was too long, and none of its commands were run. Reply again with fewer or "
     "shorter commands"
 )
+UNREADABLE = "The reply cannot be read"
+NOT_SENT = "ERROR: the keystrokes could not be sent to the terminal."
 # Fixed, whatever a config says: each would rewrite the history or install software in the sandbox.
 _FIXED = {"enable_summarize": False, "record_terminal_session": False, "suppress_max_turns_warning": True}
 
@@ -45,6 +52,24 @@ class _Ended(Exception):
     def __init__(self, stop: Stop):
         self.stop = stop
         super().__init__(stop.value)
+
+
+class _Parser:
+    """Harbor's parser, whose own errors are the reply's. Lone surrogates, which JSON can write, are errors as well."""
+
+    def __init__(self, inner: Any):
+        self._inner = inner
+
+    def parse_response(self, response: str) -> ParseResult:
+        try:
+            result = self._inner.parse_response(response)
+            said = [result.analysis, result.plan, *(command.keystrokes for command in result.commands)]
+            for text in said:
+                str(text).encode()
+        except Exception as error:  # RecursionError and UnicodeEncodeError are known
+            return ParseResult([], False, f"{UNREADABLE} ({type(error).__name__})", "")
+        result.error, result.warning = printable(result.error), printable(result.warning)
+        return cast(ParseResult, result)
 
 
 class _SessionModel(BaseLLM):
@@ -84,7 +109,7 @@ class Terminus2Agent(Terminus2):
     """Keywords: those of Harbor's Terminus2, and
 
     max_turns: of the attempt; take `agent.max_turns`.
-    max_failures: unreadable replies in a row that end it.
+    max_failures: replies in a row that cannot be read or typed, which end it.
     request_timeout_s, request_retries: of one model call.
     """
 
@@ -100,13 +125,15 @@ class Terminus2Agent(Terminus2):
         self._max_failures = max_failures
         self._request_timeout_s, self._request_retries = request_timeout_s, request_retries
         super().__init__(*args, max_turns=max_turns, **{**kwargs, **_FIXED})
+        self._parser = _Parser(self._parser)
 
     def _init_llm(self, llm_backend: Any, model_name: str, *args: Any, **kwargs: Any) -> BaseLLM:
         self._model = _SessionModel(model_name)
         return self._model
 
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
-        """Raises what the endpoint and the environment raise; a cap is no error."""
+        """Raises what the endpoint raises, and what a dead sandbox raises; a cap is no error."""
+        self._sandbox, self._model.last = environment, None
         self._format_failures = self._failures_in_a_row = self._completions_in_a_row = 0
         stop = Stop.AGENT_ERROR
         try:
@@ -120,6 +147,12 @@ class Terminus2Agent(Terminus2):
         except asyncio.CancelledError:
             stop = Stop.TIMEOUT
             raise
+        except ENDPOINT_ERRORS:
+            raise
+        except Exception as error:
+            if self._model.last is None or not await sandbox_answers(environment):
+                raise
+            self.logger.warning("ended by %s: %s", type(error).__name__, error, exc_info=True)
         finally:
             turns = len(self._api_request_times)
             context.metadata = {
@@ -141,7 +174,7 @@ class Terminus2Agent(Terminus2):
         self, chat: Chat, prompt: str, original_instruction: str = "", session: TmuxSession | None = None
     ) -> LLMResponse:
         began = asyncio.get_running_loop().time()
-        response = await chat.chat(prompt)
+        response = await chat.chat(printable(prompt))
         self._api_request_times.append((asyncio.get_running_loop().time() - began) * 1000)
         return response
 
@@ -155,8 +188,33 @@ class Terminus2Agent(Terminus2):
             commands, complete, feedback = [], False, f"ERROR: {CUT}"
         failed = "ERROR:" in feedback
         self._format_failures += failed
-        self._failures_in_a_row = self._failures_in_a_row + 1 if failed else 0
         self._completions_in_a_row = self._completions_in_a_row + 1 if complete and not failed else 0
+        if failed:
+            self._count_failure()
+        return commands, complete, feedback, analysis, plan, response
+
+    async def _execute_commands(self, commands: list[Command], session: TmuxSession) -> tuple[bool, str]:
+        try:
+            done = await super()._execute_commands(commands, session)
+        except Exception as error:
+            if not await sandbox_answers(self._sandbox):
+                raise
+            if not await session.is_session_alive():
+                raise _Ended(Stop.GAVE_UP) from error
+            self._completions_in_a_row = 0
+            self._count_failure()
+            return False, f"{NOT_SENT}\n{self._limit_output_length(await session.get_incremental_output())}"
+        self._failures_in_a_row = 0
+        return done
+
+    def _count_failure(self) -> None:
+        self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._max_failures:
             raise _Ended(Stop.GAVE_UP)
-        return commands, complete, feedback, analysis, plan, response
+
+    def _dump_trajectory(self) -> None:
+        """Harbor calls it while an error may be on its way, which one of its own would replace."""
+        try:
+            super()._dump_trajectory()
+        except Exception:
+            self.logger.warning("the trajectory could not be written", exc_info=True)

@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl360.agents.blame import small_integer
 from rl360.agents.shell import Outcome, SandboxFileError, Shell
 
 _TYPES: Mapping[str, type] = {"string": str, "integer": int}
+_MAX_INTEGER = 10**9
 
 
 def _tool(name: str, description: str, required: Sequence[str] = (), **properties: tuple[str, str]) -> dict[str, Any]:
@@ -73,6 +75,8 @@ def read_arguments(name: str, text: object) -> dict[str, Any]:
             arguments = json.loads(text) if text.strip() else {}
         except ValueError as error:
             raise MalformedCall(f"the arguments of {name} are not JSON: {error}") from error
+        except RecursionError:
+            raise MalformedCall(f"the arguments of {name} are nested too deeply") from None
     if not isinstance(arguments, dict):
         raise MalformedCall(f"the arguments of {name} are not an object")
     properties, required = _PARAMETERS[name]["properties"], _PARAMETERS[name]["required"]
@@ -82,12 +86,15 @@ def read_arguments(name: str, text: object) -> dict[str, Any]:
             problems.append(f"there is no {key}; expected {', '.join(properties) or 'no argument'}")
             continue
         kind = properties[key]["type"]
-        if kind == "integer" and isinstance(value, str) and value.strip().isdigit():
-            arguments[key] = value = int(value)  # models that write arguments as plain text
+        if kind == "integer" and isinstance(value, str):  # models that write arguments as plain text
+            number = small_integer(value.strip())
+            arguments[key] = value = value if number is None else number
         if value is None and key not in required:
             del arguments[key]
         elif not isinstance(value, _TYPES[kind]) or isinstance(value, bool):
             problems.append(f"{key} is not {'a string' if kind == 'string' else 'an integer'}")
+        elif isinstance(value, int) and abs(value) > _MAX_INTEGER:
+            problems.append(f"{key} is too large; expected at most {_MAX_INTEGER}")
     if problems:
         raise MalformedCall(f"{name}: {'; '.join(problems)}")
     return arguments

@@ -48,9 +48,9 @@ class LocalEnvironment:
 class Terminal:
     """Stands for the tmux session: remembers keystrokes, shows how many there were."""
 
-    def __init__(self, ends_after: int = 1000) -> None:
+    def __init__(self, ends_after: int = 1000, refuses: str | None = None) -> None:
         self.keys: list[str] = []
-        self.ends_after = ends_after
+        self.ends_after, self.refuses = ends_after, refuses
 
     async def is_session_alive(self) -> bool:
         return len(self.keys) < self.ends_after
@@ -59,6 +59,10 @@ class Terminal:
         return f"$ ({len(self.keys)})"
 
     async def send_keys(self, keys: str, **_: Any) -> None:
+        """Like Harbor's: RuntimeError for keys that tmux refuses, UnicodeEncodeError for what it cannot encode."""
+        keys.encode()
+        if len(self.keys) >= self.ends_after or keys == self.refuses:
+            raise RuntimeError("x: failed to send non-blocking keys: return_code=1, stderr='no server running'")
         self.keys.append(keys)
 
 

@@ -110,6 +110,12 @@ async def test_calls_after_submit_are_not_run(tmp_path: Path) -> None:
         ("bash", '{"command": "ls", "cwd": "/"}', "there is no cwd; expected command"),
         ("view", '{"path": "f", "start_line": "x"}', "start_line is not an integer"),
         ("view", '{"path": "f", "start_line": true}', "start_line is not an integer"),
+        ("view", '{"path": "f", "start_line": "²"}', "start_line is not an integer"),
+        ("view", '{"path": "f", "start_line": "٣"}', "start_line is not an integer"),
+        ("view", f'{{"path": "f", "end_line": "{"9" * 5000}"}}', "end_line is not an integer"),
+        ("view", f'{{"path": "f", "end_line": {"9" * 4000}}}', "end_line is too large; expected at most 1000000000"),
+        ("view", f'{{"path": "f", "end_line": {"9" * 5000}}}', "not JSON"),
+        ("bash", '{"command":' * 20_000, "nested too deeply"),
         ("submit", '{"answer": 1}', "there is no answer; expected no argument"),
     ],
 )
@@ -225,3 +231,75 @@ async def test_metadata_is_there_when_harbor_cancels(tmp_path: Path) -> None:
 async def test_no_system_prompt(tmp_path: Path) -> None:
     _, endpoint, _ = await attempt(BashAgent, tmp_path, [SUBMIT], system_prompt="")
     assert [m["role"] for m in endpoint.messages] == ["user"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "forged"), [("mkdir", "printf ²"), ("base64", "printf a"), ("wc", "echo x"), ("bash", "exit 3")]
+)
+async def test_a_sandbox_whose_tools_the_policy_replaced_ends_nothing(tmp_path: Path, tool: str, forged: str) -> None:
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    (bin_folder / tool).write_text(f"#!/bin/sh\n{forged}\n")
+    (bin_folder / tool).chmod(0o755)
+
+    class Replaced(LocalEnvironment):
+        async def exec(self, command: str, timeout_sec: int | None = None, **_: Any) -> Any:
+            return await super().exec(f"PATH={bin_folder}:$PATH; {command}", timeout_sec)
+
+    environment, context = Replaced(tmp_path / "sandbox"), AgentContext()
+    (environment.app / "f").write_text("a")
+    script = [bash("true"), [("edit", {"path": "f", "old_text": "a", "new_text": "b"})], [("view", {"path": "f"})]]
+    async with serving([*script, SUBMIT]) as endpoint:
+        await make(BashAgent, tmp_path, endpoint.url).run("Do it.", environment, context)
+    assert context.metadata is not None
+    assert (context.metadata["stop"], context.metadata["turns"]) == ("finished", 4)
+
+
+class Failing(LocalEnvironment):
+    """Commands other than the check of the sandbox raise an error; `dead`: so does the check."""
+
+    def __init__(self, folder: Path, error: Exception, dead: bool) -> None:
+        super().__init__(folder)
+        self.error, self.dead = error, dead
+
+    async def exec(self, command: str, timeout_sec: int | None = None, **_: Any) -> Any:
+        if command == "true" and not self.dead:
+            return await super().exec(command, timeout_sec)
+        raise self.error
+
+
+ERRORS = [ValueError("embedded null"), RecursionError(), OSError(7, "Argument list too long"), RuntimeError("no user")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+async def test_what_fails_in_a_living_sandbox_is_a_failed_turn(tmp_path: Path, error: Exception) -> None:
+    environment, context = Failing(tmp_path / "sandbox", error, dead=False), AgentContext()
+    async with serving([[*bash("ls"), *bash("pwd")]] * 5) as endpoint:
+        await make(BashAgent, tmp_path, endpoint.url).run("Do it.", environment, context)
+    assert context.metadata is not None
+    assert (context.metadata["stop"], context.metadata["tool_failures"]) == ("gave_up", 3)
+    answers = [(m["tool_call_id"], m["content"]) for m in endpoint.messages if m["role"] == "tool"]
+    said = f"error: that could not be done ({type(error).__name__})"
+    assert answers == [("call0", said), ("call1", said)] * 2
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+async def test_what_fails_in_a_dead_sandbox_is_raised(tmp_path: Path, error: Exception) -> None:
+    environment, context = Failing(tmp_path / "sandbox", error, dead=True), AgentContext()
+    async with serving([bash("ls")] * 5) as endpoint:
+        with pytest.raises(type(error)):
+            await make(BashAgent, tmp_path, endpoint.url).run("Do it.", environment, context)
+    assert context.metadata is not None
+    assert context.metadata["stop"] == "agent_error"
+
+
+async def test_what_cannot_be_encoded_is_not_sent_to_the_model(tmp_path: Path) -> None:
+    script = [[("edit", {"path": "\ud800", "old_text": "a", "new_text": "b"})], SUBMIT]
+    metadata, endpoint, _ = await attempt(BashAgent, tmp_path, script)
+    assert (metadata["stop"], endpoint.messages[-1]["content"]) == ("finished", "error: ?: no such file")
+
+
+@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{}]}, {"choices": None}])
+async def test_an_answer_that_is_no_completion_is_the_endpoints_failure(tmp_path: Path, answer: Any) -> None:
+    with pytest.raises(APIConnectionError, match="no chat completion"):
+        await attempt(BashAgent, tmp_path, [answer])

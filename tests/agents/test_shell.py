@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl360.agents.shell import SandboxFileError, Shell
-from tests.agents.kit import LocalEnvironment
+from tests.agents.kit import LocalEnvironment, Result
 
 
 @pytest.fixture
@@ -106,6 +106,33 @@ async def test_strange_commands(environment: LocalEnvironment) -> None:
     assert (await one.run("echo a\0b")).output == "ab\n"
     assert (await one.run("echo \udcff")).output == "?\n"
     assert "too long" in (await one.run("x" * 200_000)).output
+
+
+@pytest.mark.parametrize("said", ["²", "٣", "9" * 5000, "", "-1"])
+async def test_a_code_that_the_policy_forged_is_no_code(environment: LocalEnvironment, said: str) -> None:
+    """What it finds when the policy has replaced the tools that the shell itself uses."""
+
+    async def forged(*_: object, **__: object) -> Result:
+        return Result(f"{said}\nx", "", 0)
+
+    environment.exec = forged  # type: ignore[method-assign, assignment]
+    done = await shell(environment).run("true")
+    assert (done.code, done.output) == (1, f"{said}\nx"[:1000])
+
+
+@pytest.mark.parametrize("said", ["a", "é", "abcde"])
+async def test_a_broken_base64_is_a_file_that_cannot_be_read(environment: LocalEnvironment, said: str) -> None:
+    async def forged(*_: object, **__: object) -> Result:
+        return Result(f"0\n{said}", "", 0)
+
+    environment.exec = forged  # type: ignore[method-assign, assignment]
+    with pytest.raises(SandboxFileError, match="base64 does not work"):
+        await shell(environment).read_file("f")
+
+
+async def test_the_length_of_a_command_is_in_bytes(environment: LocalEnvironment) -> None:
+    """One argument of a process may have 128 KiB."""
+    assert "too long" in (await shell(environment).run(f"echo {'😀' * 40_000} >f")).output
 
 
 async def test_a_broken_state_is_no_harm(environment: LocalEnvironment) -> None:

@@ -4,15 +4,17 @@ In: prompt ids and sampling parameters. Out: `Generation`: the ids, logprobs and
 to others: the HTTP client (engine_client.py), prompts, sessions.
 
 An engine may abort a request to change its weights. What it had sampled by then was sampled; the pool asks again with
-those ids behind the prompt, and the turn carries a span for each version.
+those ids behind the prompt, and the turn carries a span for each version. An engine looks for stops in its own part
+only; the pool looks in the joined text, and the turn ends with the token that completes the first stop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,17 +109,38 @@ def mix_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> (64 - SEED_BITS)
 
 
+def first_stop(ids: Sequence[int], sampling: Sampling, decode: Callable[[Sequence[int]], str]) -> int | None:
+    """The length of the shortest prefix of the ids whose text holds a stop; None: the whole text holds none."""
+    pattern = re.compile(CODE_BLOCK_REGEX) if sampling.stop_at_code_block else None
+
+    def stopped(length: int) -> bool:
+        text = decode(ids[:length])
+        return any(stop in text for stop in sampling.stop) or bool(pattern and pattern.search(text))
+
+    if not stopped(len(ids)):
+        return None
+    low, high = 0, len(ids)  # a text that holds a stop still does when it grows
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if stopped(middle) else (middle, high)
+    return high
+
+
 class EnginePool:
     """The serving set. A session stays with its engine (and its prefix cache) unless that one fails.
 
     Args:
         engines: all of one model; at least one.
         timeout_s: of one turn, with every resumption and failover in it.
+        decode: text of ids, special tokens included; None: stops across an interruption are not found.
     """
 
-    def __init__(self, engines: Sequence[Engine], timeout_s: float) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], timeout_s: float, decode: Callable[[Sequence[int]], str] | None = None
+    ) -> None:
         self._loads = [_Load(engine) for engine in engines]
         self._timeout_s = timeout_s
+        self._decode = decode
         self._affinity: dict[str, _Load] = {}
         self._texts: dict[str, IdText] = {}
         self._aborts: set[asyncio.Task[None]] = set()
@@ -165,6 +188,11 @@ class EnginePool:
             logprobs += reply.logprobs
             says.append(reply.engine_says)
             finish = reply.finish_type
+            if part and reply.token_ids and (end := await self._stopped_at(ids, sampling)) is not None:
+                if end < len(ids) or finish == "abort":
+                    finish = "stop"
+                ids, logprobs = ids[:end], logprobs[:end]
+                spans = [VersionSpan(s.version, s.start, min(s.end, end)) for s in spans if s.start < end]
             if finish == "abort" and len(ids) >= max_new_tokens:
                 finish = "length"
             if finish != "abort":
@@ -172,6 +200,12 @@ class EnginePool:
                 return Generation(ids, logprobs, tuple(spans), finish, int(cached), url, part, tuple(says))
             pause_s = FIRST_PAUSE_S if reply.token_ids else min(2 * pause_s, LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s)
+
+    async def _stopped_at(self, ids: Sequence[int], sampling: Sampling) -> int | None:
+        """How many ids it takes to complete the turn's first stop; None: there is none in it."""
+        if self._decode is None or not (sampling.stop or sampling.stop_at_code_block):
+            return None
+        return await asyncio.to_thread(first_stop, ids, sampling, self._decode)
 
     async def _ask(self, session: str, rid: str, ids: PromptIds, params: Mapping[str, Any]) -> tuple[Reply, str]:
         """One request, on another engine where one fails; the last failure is raised when all have."""

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl360.gateway.json_text import read_json
+
 DIGEST_BYTES = 16  # collisions within one session are out of reach, and a long history stays small
 _ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))  # json.dumps makes one a call
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # the names that servers and clients use for it
@@ -113,6 +115,6 @@ def _calls(calls: object, where: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError):  # what the model wrote is not JSON: it stays the text that it is
-                arguments = json.loads(arguments) if arguments.strip() else {}
+                arguments = read_json(arguments) if arguments.strip() else {}
         normal.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
     return normal

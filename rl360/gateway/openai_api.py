@@ -73,7 +73,7 @@ def parse_request(body: bytes, before: ChatRequest | None = None) -> tuple[ChatR
     """
     try:
         data = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the request is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise RequestError(400, "expected a JSON object")

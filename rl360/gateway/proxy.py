@@ -91,7 +91,7 @@ class ProxyWorker:
         self._engines: list[Engine] = [
             HttpEngine(url, request_timeout_s=self._timeout_s, api_key=self._api_key) for url in self._engine_urls
         ]
-        pool = EnginePool(self._engines, self._timeout_s)
+        pool = EnginePool(self._engines, self._timeout_s, tokenizer.decode)
         self._services = Services(tokenizer, template, self._parser, pool, self._executor)
         self._log = SessionLog(self._log_dir / "sessions.jsonl")
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)

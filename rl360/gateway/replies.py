@@ -6,12 +6,16 @@ OpenAI's fields. Left to others: sessions (session.py), response shapes (openai_
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import re
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
 from rl360.gateway.engine_pool import EnginePool, Generation
+from rl360.gateway.json_text import read_json
 from rl360.gateway.messages import CanonicalMessage, canonical, normalise
 from rl360.gateway.openai_api import ChatRequest
 from rl360.gateway.parsers import TurnParser
@@ -22,6 +26,7 @@ from rl360.gateway.tokens import Plan
 # Agents answer a truncated turn by asking again, uncounted (one made 316 calls); after this many the session ends.
 MAX_TRUNCATED_TURNS = 4
 CALL_ID_CHARS = 9  # the length that the strictest templates ask for
+SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +47,16 @@ def assistant_message(
     """The message of a turn and its comparable form. `seed`: the attempt's and the turn, for the ids of tool calls."""
     text = services.tokenizer.decode_turn(generation.token_ids)
     parsed = services.parser.parse(text, plan.generation_prompt, request.tools if request.parse_tools else ())
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    message: dict[str, Any] = {"role": "assistant", "content": _encodable(parsed.content)}
     if parsed.reasoning:
-        message["reasoning_content"] = parsed.reasoning
+        message["reasoning_content"] = _encodable(parsed.reasoning)
     if parsed.calls:
-        message["content"] = parsed.content or None
+        message["content"] = message["content"] or None
         message["tool_calls"] = [
             {
                 "id": _call_id(*seed, index),
                 "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
+                "function": {"name": _encodable(call.name), "arguments": _arguments(call.arguments)},
             }
             for index, call in enumerate(parsed.calls)
         ]
@@ -65,6 +70,19 @@ def engine_extra(generation: Generation) -> dict[str, Any]:
         "interruptions": generation.interruptions,
         "engine": list(generation.engine_says),
     }
+
+
+def _encodable(text: str) -> str:
+    """A lone surrogate, which a JSON escape can make, is not UTF-8: what is stored must be what can be sent."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _arguments(text: str) -> str:
+    """Arguments without lone surrogates, neither as characters nor as escapes: an agent decodes those."""
+    if SURROGATE_ESCAPE.search(text):
+        with contextlib.suppress(ValueError):  # no JSON: nobody decodes it
+            text = json.dumps(read_json(text), ensure_ascii=False)
+    return _encodable(text)
 
 
 def _call_id(seed: int, turn: int, index: int) -> str:

@@ -68,5 +68,6 @@ def agent(
     engines = [StubEngine(model, f"stub://{i}") for i in range(num_engines)]
     parser = make_parser("hermes", "qwen3" if template in THINKING else "none")
     with ThreadPoolExecutor(2) as executor:
-        services = Services(tokenizer, template_of(template), parser, EnginePool(engines, timeout_s), executor)
+        pool = EnginePool(engines, timeout_s, tokenizer.decode)
+        services = Services(tokenizer, template_of(template), parser, pool, executor)
         yield Agent(template, spec or attempt_spec(**sampling), services, model, engines[0])

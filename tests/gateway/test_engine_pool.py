@@ -52,6 +52,42 @@ async def test_an_interrupted_turn_goes_on_from_its_partial_ids() -> None:
     assert generation.finish_type == "stop"
 
 
+CODE = Sampling(stop_at_code_block=True)
+END = Sampling(stop=("END", "never"))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "parts", "text"),
+    [
+        (CODE, ["```python\nx = 1\n", "y = 2\n```", " and more"], "```python\nx = 1\ny = 2\n```"),
+        (CODE, ["```python\nx = 1\n", "y\n```\nthen\n```\nz\n```"], "```python\nx = 1\ny\n```"),
+        (CODE, ["```python\nx\n``", "`", " and more"], "```python\nx\n```"),
+        (CODE, ["no code", " at all"], "no code at all"),
+        (END, ["the E", "ND and more"], "the END"),
+        (END, ["the E", "N", "D and more"], "the END"),
+        (END, ["the", " END"], "the END"),
+        (Sampling(), ["the E", "ND and more"], "the END and more"),
+    ],
+)
+async def test_a_stop_across_an_interruption_ends_the_turn(sampling: Sampling, parts: list[str], text: str) -> None:
+    model = stub()
+    model.script.extend(parts)
+    tokenizer = model.tokenizer
+    model.faults.extend(Fault("abort", keep=len(tokenizer.encode(part))) for part in parts[:-1])
+    pool = EnginePool([StubEngine(model)], 5, tokenizer.decode)
+    generation = await pool.generate("s", "s.0", PROMPT, sampling, 100, seed=5)
+    ids = generation.token_ids
+    cut = [(i, p, s.version) for s in model.samples for i, p in zip(s.ids, s.logprobs, strict=True)][: len(ids)]
+    assert list(zip(ids, generation.logprobs, strict=True)) == [(i, p) for i, p, _ in cut]
+    assert tokenizer.decode(ids).startswith(text)
+    if sampling != Sampling() and "no" not in parts[0]:
+        assert text not in tokenizer.decode(ids[:-1])  # the last token is the first that completes it
+    versions = [s.version for s in generation.version_spans for _ in range(s.start, s.end)]
+    assert versions == [version for _, _, version in cut]
+    assert (generation.version_spans[0].start, generation.version_spans[-1].end) == (0, len(ids))
+    assert generation.finish_type == "stop"
+
+
 async def test_an_interruption_at_the_last_token_is_a_length_stop() -> None:
     model = stub()
     model.script.append("one two three four")

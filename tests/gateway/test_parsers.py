@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
+from typing import Any
 
 import pytest
 
 from rl360.errors import ConfigError
-from rl360.gateway.parsers import ParsedCall, make_parser
+from rl360.gateway.parsers import ParsedCall, ParsedTurn, TurnParser, make_parser
+from rl360.gateway.parsers.base import MAX_CALLS
 from rl360.gateway.parsers.hermes import HermesTools
 from rl360.gateway.parsers.k2_horizon import K2HorizonReasoning, K2HorizonTools
 from rl360.gateway.parsers.qwen3 import Qwen3Reasoning
@@ -146,3 +149,85 @@ def test_an_unknown_parser_lists_the_known_ones() -> None:
     assert len(caught.value.problems) == 2
     assert "did you mean hermes?" in caught.value.problems[0]
     assert "expected one of none, qwen3, k2_horizon" in caught.value.problems[1]
+
+
+DEEP = ['{"name": "bash", "arguments":' + "[" * 1500]
+DEEP += [f'{{"name": "bash", "arguments": {"[" * n}{"]" * n}}}' for n in (101, 1000, 100_000)]
+DEEP += [f'{{"name": "bash", "arguments": "{"[" * n}{"]" * n}"}}' for n in (102, 100_000)]
+
+
+@pytest.mark.parametrize("body", DEEP, ids=range(len(DEEP)))
+def test_a_call_nested_out_of_reason_is_a_malformed_one(body: str) -> None:
+    text = f"<tool_call>{body}</tool_call>"
+    assert HermesTools().parse(text) == (text, ())
+    text = f"<ifm|tool_call>{body}</ifm|tool_call>"
+    assert K2HorizonTools().parse(text) == (text, ())
+
+
+def test_a_k2_value_nested_out_of_reason_is_text() -> None:
+    value = "[" * 1500
+    _, (call,) = K2HorizonTools().parse(k2_call("f", list=value), [K2_TOOL])
+    assert json.loads(call.arguments) == {"list": value}
+
+
+def test_nesting_within_reason_is_read() -> None:
+    arguments = '{"a": ' + "[" * 90 + "]" * 90 + "}"
+    _, (call,) = HermesTools().parse(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')
+    assert call.arguments == arguments
+
+
+class Fails:
+    def split(self, text: str, generation_prompt: str) -> tuple[str | None, str]:
+        raise KeyError(text)
+
+    def parse(self, text: str, tools: Any) -> tuple[str, tuple[ParsedCall, ...]]:
+        raise KeyError(text)
+
+
+def test_a_parser_that_fails_leaves_the_text_as_content() -> None:
+    assert TurnParser(Fails(), HermesTools()).parse(f"a{LS}", "", TOOLS) == ParsedTurn("a", None, (LS_CALL,))
+    assert TurnParser(Qwen3Reasoning(), Fails()).parse(f"<think>b</think>{LS}", "", TOOLS) == ParsedTurn(LS, "b", ())
+
+
+def test_the_calls_of_a_reply_are_bounded() -> None:
+    content, calls = HermesTools().parse(LS * (MAX_CALLS + 2))
+    assert (content, calls) == (LS * 2, (LS_CALL,) * MAX_CALLS)
+    one = k2_call("now")
+    assert K2HorizonTools().parse(one * (MAX_CALLS + 1)) == (one, (ParsedCall("now", "{}"),) * MAX_CALLS)
+
+
+PAIR = "<ifm|arg_key>k</ifm|arg_key>"
+HOSTILE = [
+    "<tool_call>",
+    "<tool_call></tool_call>",
+    "<tool_call>{",
+    "</tool_call>",
+    "<ifm|tool_call>",
+    "<ifm|tool_call>f</ifm|tool_call><ifm|tool_calls>",
+    "<ifm|tool_calls> ",
+    "<ifm|think>",
+    "<think>",
+    "</think",
+    PAIR,
+    "<ifm|arg_value>",
+    " ",
+]
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+@pytest.mark.parametrize("around", ["", "<ifm|tool_call>f X</ifm|tool_call>"])
+def test_parsers_are_linear(piece: str, around: str) -> None:
+    """Eight times the text in well under the 64 times that a quadratic parser takes."""
+
+    def seconds(repeats: int) -> float:
+        text = around.replace("X", piece * repeats) or piece * repeats
+        best = float("inf")
+        for _ in range(3):
+            began = time.process_time()
+            for tools in ("hermes", "k2_horizon"):
+                for reasoning, prompt in (("qwen3", "<think>"), ("k2_horizon", "<ifm|think>"), ("none", "")):
+                    make_parser(tools, reasoning).parse(text, prompt, TOOLS)
+            best = min(best, time.process_time() - began)
+        return best
+
+    assert seconds(16_000) < 24 * max(seconds(2000), 0.0005)

@@ -30,6 +30,9 @@ TEXTS = [
     "```python\nprint('hello')\n```",
     "a <|im_start|>user\nfake <think> tag",
     "naïve 日本語 \U0001f600",
+    r'<tool_call>{"name": "ba\udc00sh", "arguments": {"command": "ls \ud800", "\udfff": ["\ud83d\ude00"]}}</tool_call>',
+    r'<tool_call>{"name": "bash", "arguments": "{\"command\": \"ls \\ud800\"}"}</tool_call>',
+    '<tool_call>{"name":"bash","arguments":' + "[" * 1500 + "</tool_call>",
 ]
 step = st.fixed_dictionaries(
     {
@@ -51,7 +54,9 @@ def rewritten(message: dict[str, Any]) -> dict[str, Any]:
     if message.get("tool_calls"):
         calls = []
         for call in message["tool_calls"]:
-            arguments = json.dumps(json.loads(call["function"]["arguments"]), indent=1, sort_keys=True)
+            arguments = json.dumps(
+                json.loads(call["function"]["arguments"]), indent=1, sort_keys=True, ensure_ascii=False
+            )
             calls.append({"type": "function", "function": {"arguments": arguments, "name": call["function"]["name"]}})
         new["tool_calls"] = calls
         new["content"] = message["content"] or ""
@@ -101,6 +106,7 @@ async def chat(driven: Agent, steps: list[dict[str, Any]], seed: int) -> tuple[S
             assert await driven.say(messages, tools=TOOLS) == message
         driven.model.script.clear()
         driven.model.faults.clear()
+        message = json.loads(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace"))  # over the wire
         if not todo["keep_reasoning"]:
             message.pop("reasoning_content", None)
         messages = [*messages, rewritten(message) if todo["rewrite"] else message]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -256,6 +257,39 @@ async def test_a_bug_of_ours_is_infrastructure() -> None:
         assert (await refused(driven, HELLO)).status == 500
         session = await driven.session.close()
     assert (session.stop, session.cause) == (Stop.INFRASTRUCTURE, "proxy_error")
+
+
+DEEP_CALL = '<tool_call>{"name":"bash","arguments":' + "[" * 1500 + "</tool_call>"
+SURROGATES = [
+    (r'<tool_call>{"name": "bash", "arguments": {"command": "a\ud800b"}}</tool_call>', {"command": "a?b"}),
+    (r'<tool_call>{"name": "bash", "arguments": {"\udc00": 1}}</tool_call>', {"?": 1}),
+    (r'<tool_call>{"name": "bash", "arguments": "{\"command\": \"\\udfff\"}"}</tool_call>', {"command": "?"}),
+    (r'<tool_call>{"name": "bash", "arguments": {"command": "\ud83d\ude00"}}</tool_call>', {"command": "\U0001f600"}),
+]
+
+
+async def test_arguments_nested_out_of_reason_are_content() -> None:
+    with agent(max_new_tokens=4000) as driven:
+        driven.model.script.extend([DEEP_CALL, "ok"])
+        said = await driven.say(HELLO, tools=TOOLS)
+        assert said == {"role": "assistant", "content": DEEP_CALL}
+        await driven.say(then(said), tools=TOOLS)
+        session = await driven.session.close()
+    assert (session.stop, session.cause, len(session.segments)) == (None, None, 1)
+
+
+@pytest.mark.parametrize(("text", "expected"), SURROGATES)
+async def test_a_lone_surrogate_is_stored_as_it_is_sent(text: str, expected: dict[str, Any]) -> None:
+    with agent(max_new_tokens=400) as driven:
+        driven.model.script.extend([text, "ok"])
+        payload = await driven.ask(HELLO, tools=TOOLS)
+        sent = json.loads(json.dumps(payload, ensure_ascii=False).encode("utf-8", "replace"))["choices"][0]["message"]
+        function = sent["tool_calls"][0]["function"]
+        assert json.loads(function["arguments"]) == expected
+        function["arguments"] = json.dumps(expected, ensure_ascii=False)
+        await driven.say(then(sent), tools=TOOLS)
+        session = await driven.session.close()
+    assert [segment.fork_reason for segment in session.segments] == [None]
 
 
 async def test_an_answer_with_everything_asked_for() -> None:

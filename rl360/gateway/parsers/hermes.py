@@ -7,40 +7,38 @@ stays in the content as it was written.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl360.gateway.parsers.base import ParsedCall
+from rl360.gateway.json_text import TooDeep, read_json
+from rl360.gateway.parsers.base import ParsedCall, take_calls
 
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
 
 
 class HermesTools:
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, tuple[ParsedCall, ...]]:
-        calls: list[ParsedCall] = []
-
-        def take(match: re.Match[str]) -> str:
-            call = read_json_call(match.group(1))
-            if call is None:
-                return match.group(0)
-            calls.append(call)
-            return ""
-
-        content = CALL.sub(take, text)
+        content, calls = take_calls(text, OPEN, CLOSE, read_json_call)
         # The white space around calls belongs to them; without calls the content is exactly what was sampled.
-        return (content.strip(), tuple(calls)) if calls else (text, ())
+        return (content.strip(), calls) if calls else (text, ())
 
 
 def read_json_call(body: str) -> ParsedCall | None:
-    """A call written as a JSON object with name and arguments; None when it is not one."""
+    """A call written as a JSON object with name and arguments; None when it is not one, or nested out of reason."""
     try:
-        call = json.loads(body)
+        call = read_json(body)
     except ValueError:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):
+        try:
+            read_json(arguments)
+        except TooDeep:  # the agent's own parser would fall over it
+            return None
+        except ValueError:
+            pass  # the agent says what is wrong with it
         return ParsedCall(call["name"], arguments)
     return ParsedCall(call["name"], json.dumps(arguments, ensure_ascii=False))

@@ -24,20 +24,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl360.gateway.parsers.base import ParsedCall
+from rl360.gateway.json_text import read_json
+from rl360.gateway.parsers.base import ParsedCall, take_calls
 from rl360.gateway.parsers.hermes import read_json_call
 
 OPEN = re.compile(r"<ifm\|(think|think_fast|think_faster)>")
 CLOSE = re.compile(r"</ifm\|(?:think|think_fast|think_faster)>")
 GROUP = "<ifm|tool_calls>"
-CALL = re.compile(r"<ifm\|tool_call>(.*?)</ifm\|tool_call>", re.DOTALL)
 EMPTY_GROUP = re.compile(r"<ifm\|tool_calls>\s*</ifm\|tool_calls>")
 NAME = re.compile(r"\s*([\w.-]+)\s*")
-ARGUMENT = re.compile(
-    r"\s*<ifm\|arg_key>(.*?)</ifm\|arg_key>\s*(?:<ifm\|arg_type>(.*?)</ifm\|arg_type>\s*)?"
-    r"<ifm\|arg_value>(.*?)</ifm\|arg_value>\s*",
-    re.DOTALL,
-)
+SPACE = re.compile(r"\s*")
 
 
 class K2HorizonReasoning:
@@ -60,17 +56,8 @@ class K2HorizonReasoning:
 
 class K2HorizonTools:
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, tuple[ParsedCall, ...]]:
-        calls: list[ParsedCall] = []
-
-        def take(match: re.Match[str]) -> str:
-            call = _read(match.group(1), tools)
-            if call is None:
-                return match.group(0)
-            calls.append(call)
-            return ""
-
-        content = CALL.sub(take, text)
-        return (EMPTY_GROUP.sub("", content).strip(), tuple(calls)) if calls else (text, ())
+        content, calls = take_calls(text, "<ifm|tool_call>", "</ifm|tool_call>", lambda body: _read(body, tools))
+        return (EMPTY_GROUP.sub("", content).strip(), calls) if calls else (text, ())
 
 
 def _read(body: str, tools: Sequence[Mapping[str, Any]]) -> ParsedCall | None:
@@ -83,13 +70,29 @@ def _read(body: str, tools: Sequence[Mapping[str, Any]]) -> ParsedCall | None:
     arguments: dict[str, Any] = {}
     at = name.end()
     while at < len(body):
-        argument = ARGUMENT.match(body, at)
-        if argument is None:
+        key, at = _tagged(body, at, "arg_key")
+        said, at = _tagged(body, at, "arg_type")
+        value, at = _tagged(body, at, "arg_value")
+        if key is None or value is None:
             return None
-        key, said, value = argument.group(1).strip(), argument.group(2), argument.group(3)
+        key = key.strip()
         arguments[key] = _value(value, [said.strip()] if said else types.get(key, []))
-        at = argument.end()
     return ParsedCall(name.group(1), json.dumps(arguments, ensure_ascii=False))
+
+
+def _tagged(body: str, at: int, tag: str) -> tuple[str | None, int]:
+    """(what stands in the tag at this place, where the next thing begins); None: no tag here, or never closed."""
+    start, end = f"<ifm|{tag}>", f"</ifm|{tag}>"
+    at = _after_space(body, at)
+    close = body.find(end, at + len(start)) if body.startswith(start, at) else -1
+    if close < 0:
+        return None, at
+    return body[at + len(start) : close], _after_space(body, close + len(end))
+
+
+def _after_space(body: str, at: int) -> int:
+    space = SPACE.match(body, at)
+    return space.end() if space else at
 
 
 def _types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -112,6 +115,6 @@ def _value(text: str, types: Sequence[str]) -> Any:
     if not types or "string" in types:
         return text
     try:
-        return json.loads(text)
+        return read_json(text)
     except ValueError:
         return text

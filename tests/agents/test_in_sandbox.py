@@ -207,6 +207,45 @@ async def test_terminus_2_with_nothing_but_cut_turns_is_still_verified(trial: Ru
     assert (len(endpoint.requests), result.agent_metadata["stop"]) == (4, "gave_up")
 
 
+@pytest.mark.parametrize("keys", ["exit\n", "tmux kill-server\n", "rm /usr/bin/tmux\n"])
+async def test_terminus_2_whose_shell_the_policy_ended_is_still_verified(
+    trial: RunTrial, tmp_path: Path, keys: str
+) -> None:
+    """The keystrokes that follow cannot be sent, which is no failure of the sandbox."""
+    script = [act("echo done >out\n", keys, "ls\n"), *[act("ls\n")] * 9]
+    result, endpoint = await trial("terminus_2", make_task(tmp_path / "t"), script)
+    assert (result.rewards, result.exception_type) == ({"reward": 1.0}, None)
+    assert (result.agent_metadata["stop"], len(endpoint.requests)) == ("gave_up", 1)
+
+
+@pytest.mark.parametrize("reply", ['{"a":' * 1500, act("\ud800"), act("ls\n").replace('"a"', '"\\ud800"')])
+async def test_terminus_2_with_unreadable_replies_is_still_verified(
+    trial: RunTrial, tmp_path: Path, reply: str
+) -> None:
+    result, _ = await trial("terminus_2", make_task(tmp_path / "t"), [act("echo done >out\n"), *[reply] * 9])
+    assert (result.rewards, result.exception_type) == ({"reward": 1.0}, None)
+    assert (result.agent_metadata["stop"], result.agent_metadata["format_failures"]) == ("gave_up", 3)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "printf '#!/bin/sh\nprintf ²\n' >/usr/bin/mkdir",
+        "printf '#!/bin/sh\nprintf a\n' >/usr/bin/base64",
+        "rm /usr/bin/timeout",
+        "sed -i d /etc/passwd",
+    ],
+)
+async def test_bash_in_a_sandbox_that_the_policy_broke_is_still_verified(
+    trial: RunTrial, tmp_path: Path, harm: str
+) -> None:
+    edit = ("edit", {"path": "f", "old_text": "a", "new_text": "b"})
+    script = [bash(f"echo done >out; echo a >f; {harm}"), [edit, ("view", {"path": "f"})], *[[edit]] * 9]
+    result, _ = await trial("bash", make_task(tmp_path / "t"), script)
+    assert (result.exception_type, result.agent_metadata["stop"]) in {(None, "gave_up"), (None, "turns")}
+    assert result.rewards == {"reward": 1.0}
+
+
 async def test_any_harbor_agent_by_name(trial: RunTrial, tmp_path: Path) -> None:
     result, endpoint = await trial("harbor", make_task(tmp_path / "t"), [], agent="nop")
     assert (result.rewards, endpoint.requests) == ({"reward": 0.0}, [])

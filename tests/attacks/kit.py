@@ -7,7 +7,6 @@ place of a model's: `attack://<name>`. Scripts do nothing that could harm the ho
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -38,6 +37,8 @@ def scripts_of(group: str) -> dict[str, str]:
     _, *parts = re.split(r"(?m)^#== (\S+)\n", (_FOLDER / f"{group}.sh").read_text())
     return {name: f"{PRELUDE}\n{script}" for name, script in zip(parts[::2], parts[1::2], strict=True)}
 
+
+AFTERWARDS = ("true", f"true {'x' * 9000}")  # a sandbox that a script spoiled has to answer again
 
 # A test as people write them: python and tools from the PATH, the answer imported into its own process. Attacks from
 # outside of the artifacts must fail on it all the same. (An answer that attacks from inside is test_answers.py's.)
@@ -100,7 +101,7 @@ def write_task(folder: Path, test_sh: str = IMPORTS_IT, toml: str = "") -> Task:
 
 
 class ScriptedAgent(BaseAgent):
-    """Runs the script that its URL names, and lets nothing of that be an error of the trial."""
+    """Runs the script that its URL names, then a short and a long command, as an agent of several turns does."""
 
     MODEL_CONNECTION = ModelConnectionSpec(base_url_destination_names={"default": None})
     capabilities = AgentCapabilities(base_url=True)
@@ -121,9 +122,14 @@ class ScriptedAgent(BaseAgent):
     async def run(self, instruction: str, environment: Any, context: Any) -> None:
         script = SCRIPTS[(self._base_url or "").removeprefix("attack://").removesuffix("/")]
         context.metadata = {"stop": "finished"}
-        with contextlib.suppress(RuntimeError):
+        try:
             done = await environment.exec(script, timeout_sec=15)
             context.metadata["said"] = (done.stdout or "") + (done.stderr or "")
+            for command in AFTERWARDS:
+                await environment.exec(command, timeout_sec=15)
+        except RuntimeError as error:
+            if "timed out" not in str(error):  # a script may take too long; a broken sandbox is the trial's error
+                raise
 
 
 class Elsewhere(LocalSandbox):

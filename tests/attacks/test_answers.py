@@ -6,6 +6,11 @@ process without the expected values. tests/tasks/test_bundled.py has more of the
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -56,6 +61,47 @@ async def test_an_answer_that_attacks_the_test_scores_zero(tmp_path: Path, cache
     results = await kit.attack(task, {**scripts, **helpers, **controls}, tmp_path, cache)
     expected = {**dict.fromkeys([*scripts, *helpers, "nothing"], 0.0), "oracle": 1.0}
     assert kit.scores(results) == expected
+
+
+BUNDLED = Path(rl360.tasks.__file__).parent / "bundled"
+SLOW = "import time\ntime.sleep(1.5)\n"
+
+
+@pytest.mark.parametrize("pool", ["multi_turn/fix-interval-merge", "small_coding/arithmetic-double"])
+def test_an_answer_cannot_make_the_verifier_time_out(pool: str, tmp_path: Path) -> None:
+    """Each call stays below its own limit; the sum does not. The graders' own limit is shortened here."""
+    folder = BUNDLED / pool
+    limit_s = tomllib.loads((folder / "task.toml").read_text())["verifier"]["timeout_sec"]
+    shutil.copytree(folder / "tests", tmp_path / "tests")
+    multi = pool.startswith("multi")
+    script = tmp_path / "tests" / ("grading.py" if multi else "test_solution.py")
+    source = script.read_text()
+    total = re.search(r"(?m)^TOTAL_LIMIT_S = ([\d.]+)", source)
+    assert total is not None
+    assert float(total[1]) <= limit_s * 0.7
+    script.write_text(source.replace(total[0], "TOTAL_LIMIT_S = 2").replace("CPU_LIMIT_S = 2 ", "CPU_LIMIT_S = 9 "))
+    if multi:
+        work = tmp_path / "app"
+        shutil.copytree(folder / "environment/app", work)
+        subprocess.run(["bash", folder / "solution/solve.sh"], cwd=work, check=False, capture_output=True)
+        for path in work.rglob("*.py"):
+            path.write_text(SLOW + path.read_text())
+    else:
+        work = tmp_path / "solution.py"
+        work.write_text("import time\ntime.sleep(8)\ndef double(x): return 2 * x\n")
+    reward = tmp_path / "logs/reward.txt"
+    reward.parent.mkdir()
+    began = time.monotonic()
+    done = subprocess.run(
+        ["/usr/bin/python3", "-I", "-S", "-B", script, work, reward],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert reward.read_text() == "0\n", done
+    assert "took more than 2" in done.stdout, done
+    assert time.monotonic() - began < 7
 
 
 NEGATIVE = "#!/bin/bash\necho -0.5 > /logs/verifier/reward.txt\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.attacks import kit
 
 pytestmark = pytest.mark.sandbox
 
-GROUPS = {name: kit.scripts_of(name) for name in ("forged", "planted", "processes", "disks", "places")}
+GROUPS = {name: kit.scripts_of(name) for name in ("forged", "planted", "processes", "disks", "places", "breakdowns")}
 EVERY = {name: script for scripts in GROUPS.values() for name, script in scripts.items()}
 CONTROLS = {"oracle": kit.ORACLE, "nothing": "true"}
 
@@ -111,6 +112,31 @@ async def test_nothing_outside_of_the_artifacts_survives(tmp_path: Path, cache: 
     assert "/usr/bin/env" in seen["nothing"]
     differing = set(seen["nothing"].splitlines()) ^ set(seen["everything"].splitlines())
     assert [line for line in differing if "/usr/local/bin/pytest" in line or "/app" not in line] == []
+
+
+SPOILS = (
+    "folder-where-the-script-goes", "folder-where-every-script-goes", "fills-the-control-folder", "stops-the-shell",
+    "logs-are-files", "deep-tests-folder",
+)  # fmt: skip
+
+
+async def test_what_an_agent_breaks_is_no_failure_of_the_host(tmp_path: Path, cache: Path) -> None:
+    """Where the tests run in the agent's own sandbox, too: zero, and not masked, so that breaking it never pays."""
+    task = kit.write_task(tmp_path / "victim", toml=SHARED)
+    results = await kit.attack(task, {n: EVERY[n] for n in SPOILS} | CONTROLS, tmp_path, cache)
+    assert kit.scores(results) == {**dict.fromkeys(SPOILS, 0.0), "oracle": 1.0, "nothing": 0.0}
+
+
+async def test_many_deep_folders_at_once_take_few_descriptors(tmp_path: Path, cache: Path) -> None:
+    task = kit.write_task(tmp_path / "victim")
+    deep = "cd /app; for i in $(seq 98); do mkdir d && cd d || break; done"
+    scripts = {f"deep{i}": deep for i in range(6)} | {f"oracle{i}": kit.ORACLE for i in range(2)}
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    results = await kit.attack(task, scripts, tmp_path, cache, at_once=8)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    assert {r.agent_metadata.get("exhausted") for n, r in results.items() if "deep" in n} == {"artifacts"}
+    expected = {name: float("oracle" in name) for name in scripts}
+    assert kit.scores(results) == expected
 
 
 SHARED = '[verifier]\nenvironment_mode = "shared"'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,41 @@ def test_limits(disks: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
         disks.carry()
 
 
+def test_folders_and_links_count_as_files(disks: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays as the image has it does not count: nothing is made for it."""
+    monkeypatch.setattr(artifacts, "MAX_MADE", 3)
+    for i in range(5):
+        disks.both(f"app/same{i}", "same")
+    (disks.old / "app/a/b").mkdir(parents=True)
+    (disks.old / "app/link").symlink_to("a")
+    assert disks.carry().made_left == 0
+    for i in range(4):
+        (disks.old / f"app/c{i}").mkdir()
+    with pytest.raises(ArtifactsTooLarge, match="more than 3 new or changed files and folders"):
+        disks.carry()
+
+
+def test_names_that_are_no_text(disks: Disks) -> None:
+    os.symlink("/etc/passwd", os.fsencode(disks.old / "app") + b"/\xff")
+    carried = disks.carry()
+    assert carried.refused == ["/app/\\xff: a link that leaves the artifact"]
+    "".join(carried.refused).encode()  # can be logged and stored
+
+
+def test_a_level_holds_two_descriptors(disks: Disks) -> None:
+    path = disks.old / "app"
+    for _ in range(artifacts.MAX_DEPTH):
+        path = path / "d"
+        path.mkdir()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2 * artifacts.MAX_DEPTH + 8, before[1]))
+    try:
+        disks.carry()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_a_hole_stays_a_hole(disks: Disks) -> None:
     with open(disks.old / "app/hole", "wb") as file:
         file.truncate(2**40)
@@ -218,7 +254,7 @@ def test_a_hole_stays_a_hole(disks: Disks) -> None:
 
 def test_folders_too_deep(disks: Disks) -> None:
     path = disks.old / "app"
-    for _ in range(artifacts._MAX_DEPTH + 1):
+    for _ in range(artifacts.MAX_DEPTH + 1):
         path = path / "d"
         path.mkdir()
     with pytest.raises(ArtifactsTooLarge, match="deeper"):

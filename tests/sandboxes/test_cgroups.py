@@ -83,9 +83,22 @@ def test_no_limits_make_no_groups(tmp_path: Path) -> None:
 
 def test_oom_kills_are_read_from_either_version(tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
+    (tmp_path / "v1/memory.failcnt").write_text("0\n")
+    (tmp_path / "v1/memory.memsw.failcnt").write_text("7\n")
     (tmp_path / "v1/memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
     (tmp_path / "v2").mkdir()
     (tmp_path / "v2/memory.events").write_text("low 0\noom 2\noom_kill 2\n")
-    assert cgroups.oom_kills([str(tmp_path / "v1")]) == 3
-    assert cgroups.oom_kills([str(tmp_path / "v2")]) == 2
-    assert cgroups.oom_kills([]) == 0
+    assert cgroups.oom_kills([str(tmp_path / "v1")]) == (3, 0)
+    assert cgroups.oom_kills([str(tmp_path / "v2")]) == (2, 0)
+    assert cgroups.oom_kills([]) == (0, 0)
+
+
+def test_kills_by_a_limit_outside_are_told_apart(tmp_path: Path) -> None:
+    """The kernel counts them in the group of the killed process too, whose own limit was never hit."""
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1/memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+    (tmp_path / "v1/memory.failcnt").write_text("0\n")
+    (tmp_path / "v2").mkdir()
+    (tmp_path / "v2/memory.events").write_text("low 0\nmax 0\noom 0\noom_kill 1\n")
+    assert cgroups.oom_kills([str(tmp_path / "v1")]) == (0, 1)
+    assert cgroups.oom_kills([str(tmp_path / "v2")]) == (0, 1)

@@ -41,6 +41,7 @@ async def test_commands(start_sandbox: Any, unprivileged: bool) -> None:
     assert (await s.exec("true", cwd="/not/there")).return_code == 1
     long = "x" * 300_000  # longer than one argument of the kernel may be
     assert await out(s, f"v={long}; echo ${{#v}}") == "300000"
+    assert await out(s, "printf '\ud800' | wc -c") == "3"  # half of a surrogate pair, as a model may write it
     results = await asyncio.gather(*(out(s, f"sleep 0.0{i}; echo {i}") for i in range(6)))
     assert results == [str(i) for i in range(6)]
 

@@ -27,7 +27,9 @@ from rl360.sandboxes.local.syscalls import open_beneath
 from rl360.sandboxes.local.transfer import copy_data
 
 MAX_ENTRIES = 200_000  # files and folders looked at; a large repository has some ten thousand
-_MAX_DEPTH = 100  # each level holds two descriptors
+MAX_MADE = 20_000  # files, folders and links made anew: each takes a fraction of a millisecond
+MAX_DEPTH = 30  # folders in folders; each level holds two descriptors
+_MAX_PATH_BYTES = 3000  # below the artifact; the kernel takes 4096 in one lookup
 _MAX_LINKS = 40  # followed in one lookup, as the kernel does
 _MAX_REFUSED = 20  # of which the names are kept
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
@@ -74,6 +76,7 @@ class Carried:
 
     bytes_left: int
     entries_left: int
+    made_left: int = MAX_MADE
     files: int = 0
     removed: int = 0
     num_refused: int = 0
@@ -83,7 +86,18 @@ class Carried:
     def refuse(self, path: str, why: str) -> None:
         self.num_refused += 1
         if self.num_refused <= _MAX_REFUSED:
-            self.refused.append(f"{path}: {why}")
+            self.refused.append(f"{printable(path)}: {why}")
+
+    def make(self) -> None:
+        """Count one entry that is made."""
+        self.made_left -= 1
+        if self.made_left < 0:
+            raise ArtifactsTooLarge(f"the artifacts hold more than {MAX_MADE} new or changed files and folders")
+
+
+def printable(name: str) -> str:
+    """A file's name as text that can be written anywhere: bytes that are no UTF-8 show as \\xff."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def problems_of(paths: Sequence[str]) -> list[str]:
@@ -141,7 +155,7 @@ def carry(old: Disk, new: Disk, artifacts: Sequence[Artifact], max_bytes: int) -
 
     Raises ArtifactsTooLarge, or OSError when the new disk refuses (it is full).
     """
-    carried = Carried(max_bytes, MAX_ENTRIES)
+    carried = Carried(max_bytes, MAX_ENTRIES, MAX_MADE)
     done: list[str] = []
     for artifact in sorted(artifacts, key=lambda a: len(a.path)):
         path = resolve(new, artifact.path)
@@ -212,18 +226,21 @@ class _Walk:
     def folder(self, old_fd: int, new_fd: int, below: str, depth: int) -> None:
         """Make an open folder what another is. Closes `new_fd`."""
         try:
-            if depth > _MAX_DEPTH:
-                raise ArtifactsTooLarge(f"{self._artifact.path}: folders nested deeper than {_MAX_DEPTH}")
+            if depth > MAX_DEPTH:
+                raise ArtifactsTooLarge(f"{self._artifact.path}: folders nested deeper than {MAX_DEPTH}")
+            if len(os.fsencode(below)) > _MAX_PATH_BYTES:
+                raise ArtifactsTooLarge(f"{self._artifact.path}: paths longer than {_MAX_PATH_BYTES} bytes")
             kept = set()
-            with os.scandir(old_fd) as entries:
+            with os.scandir(old_fd) as entries:  # holds a descriptor: closed before going deeper
                 for entry in entries:
                     self._carried.entries_left -= 1
                     if self._carried.entries_left < 0:
                         raise ArtifactsTooLarge(f"the artifacts hold more than {MAX_ENTRIES} files")
                     kept.add(entry.name)
-                    path = posixpath.join(below, entry.name)
-                    if not self._excluded(path):
-                        self._entry(entry.name, old_fd, new_fd, path, depth)
+            for name in kept:
+                path = posixpath.join(below, name)
+                if not self._excluded(path):
+                    self._entry(name, old_fd, new_fd, path, depth)
             for name in os.listdir(new_fd):
                 if name not in kept and not self._excluded(posixpath.join(below, name)):
                     _remove(name, new_fd, self._carried)
@@ -270,6 +287,7 @@ class _Walk:
             return
         if there is not None:
             _remove(name, new_fd, self._carried)
+        self._carried.make()
         os.symlink(target, name, dir_fd=new_fd)
         self._carried.links.append((path, target))
 
@@ -347,6 +365,7 @@ def _same_folder(name: str, parent_fd: int, carried: Carried) -> int:
         _remove(name, parent_fd, carried)
         there = None
     if there is None:
+        carried.make()
         os.mkdir(name, 0o755, dir_fd=parent_fd)
     return os.open(name, _FOLDER | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
 
@@ -357,6 +376,7 @@ def _file(source: int, name: str, new_fd: int, carried: Carried) -> None:
         return
     if _lstat(name, new_fd) is not None:
         _remove(name, new_fd, carried)
+    carried.make()
     fd = os.open(name, _CREATE, 0o600, dir_fd=new_fd)
     try:
         carried.bytes_left -= copy_data(source, fd, carried.bytes_left + 1)

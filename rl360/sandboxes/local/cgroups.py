@@ -197,8 +197,12 @@ def remove(folders: list[str]) -> list[str]:
     return left
 
 
-def oom_kills(folders: list[str]) -> int:
-    """How often the kernel killed a process of these groups for memory."""
+def oom_kills(folders: list[str]) -> tuple[int, int]:
+    """How often the kernel killed a process of these groups for memory: by their own limit, by one outside of them.
+
+    The kernel counts both in one number, so what tells them apart is whether the own limit was ever hit. (A sandbox
+    that hit its own before an outer one ended it counts as having run into its own.)
+    """
     for folder in folders:
         for file in ("memory.oom_control", "memory.events"):
             try:
@@ -206,5 +210,19 @@ def oom_kills(folders: list[str]) -> int:
                     rows = dict(line.split(None, 1) for line in lines)
             except OSError:
                 continue
-            return int(rows.get("oom_kill", "0"))
-    return 0
+            kills = int(rows.get("oom_kill", "0"))
+            # v2 counts in `oom` the group whose limit it was, and its ancestors. v1 has counters of refused charges.
+            own = int(rows["oom"]) if "oom" in rows else _refused_charges(folder)
+            return (kills, 0) if own else (0, kills)
+    return 0, 0
+
+
+def _refused_charges(folder: str) -> int:
+    total = 0
+    for file in ("memory.failcnt", "memory.memsw.failcnt"):
+        try:
+            with open(os.path.join(folder, file)) as text:
+                total += int(text.read())
+        except OSError:
+            continue
+    return total

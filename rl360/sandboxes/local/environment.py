@@ -26,10 +26,10 @@ from harbor.trial.errors import EnvironmentStartTimeoutError
 
 from rl360.sandboxes import abilities
 from rl360.sandboxes.local import cgroups, layers, transfer
-from rl360.sandboxes.local.artifacts import Artifact, ArtifactsTooLarge, Carried, carry, covers, problems_of
+from rl360.sandboxes.local.artifacts import Artifact, ArtifactsTooLarge, Carried, carry, covers, printable, problems_of
 from rl360.sandboxes.local.dockerfile import DockerfileError, Image, parse
 from rl360.sandboxes.local.host import Host, close_hosts, open_host
-from rl360.sandboxes.local.namespace import SandboxDied, SandboxProcess
+from rl360.sandboxes.local.namespace import DONE_INSIDE, SandboxDied, SandboxProcess
 from rl360.sandboxes.local.plan import DEFAULT_PATH, Plan
 from rl360.sandboxes.local.users import UnknownUser, find_user, home_of
 
@@ -227,7 +227,7 @@ class LocalSandbox(BaseEnvironment):
         except OSError as error:
             full = self._sandbox is not None and _is_full(self._sandbox)
             self.exhausted = "artifacts" if full else self.exhausted
-            raise RuntimeError(f"the artifacts could not be copied: {error}") from error
+            raise RuntimeError(printable(f"the artifacts could not be copied: {error}")) from error
         except SandboxDied as error:
             raise RuntimeError(str(error)) from error
         finally:
@@ -260,11 +260,16 @@ class LocalSandbox(BaseEnvironment):
         `/tests` goes unless the image brought it, so that planted hooks go with it. Altered programs stay.
         """
         sandbox = self._running()
-        await sandbox.kill_all()
-        await asyncio.to_thread(transfer.remove, sandbox.root_fd, _VERIFIER_LOGS)
-        self._make_reward_folder(sandbox, verifier_user)
-        if not self._tests_in_image:
-            await asyncio.to_thread(transfer.remove, sandbox.root_fd, _TESTS)
+        try:
+            await sandbox.kill_all()
+            await asyncio.to_thread(transfer.remove, sandbox.root_fd, _VERIFIER_LOGS)
+            self._make_reward_folder(sandbox, verifier_user)
+            if not self._tests_in_image:
+                await asyncio.to_thread(transfer.remove, sandbox.root_fd, _TESTS)
+        except (OSError, RecursionError) as error:  # TimeoutError too: the control shell was stopped
+            if not isinstance(error, OSError) or isinstance(error, TimeoutError) or error.errno in DONE_INSIDE:
+                self.exhausted = self.exhausted or "sandbox"
+            raise RuntimeError(printable(f"the sandbox could not be cleaned for the tests: {error}")) from error
 
     def _make_reward_folder(self, sandbox: SandboxProcess, verifier_user: str | int | None) -> None:
         """Writable for the verifier's user only: a test that runs the answer as another user is not graded by it."""
@@ -345,7 +350,9 @@ class LocalSandbox(BaseEnvironment):
             if str(source_dir) == _VERIFIER_LOGS:
                 skipped += _drop_large_rewards(Path(target_dir))
         if skipped:
-            self.logger.warning("download of %s left out %d entries, e.g. %s", source_dir, len(skipped), skipped[0])
+            self.logger.warning(
+                "download of %s left out %d entries, e.g. %s", source_dir, len(skipped), printable(skipped[0])
+            )
 
     def _absolute(self, path: str | Path) -> str:
         workdir = self.task_env_config.workdir or self._image.workdir
@@ -358,7 +365,7 @@ class LocalSandbox(BaseEnvironment):
         except OSError as error:
             if self._sandbox is not None:
                 self._note_exhausted(self._sandbox)
-            raise RuntimeError(f"file transfer failed: {error}") from error
+            raise RuntimeError(printable(f"file transfer failed: {error}")) from error
 
 
 def _is_full(sandbox: SandboxProcess) -> bool:

@@ -34,6 +34,7 @@ _CONTROL_MIB = (
     64  # bound of what running commands may print, apart from the disk limit, so that a full disk can be graded
 )
 _CONTROL_INODES = 16_384
+_OPEN_FILES = 1024  # the usual soft limit of a process
 _REMOVE_EVERY_S = 0.01  # between tries to remove the groups of a sandbox whose processes are ending
 _REMOVE_FOR_S = 5.0  # then the next sweep gets it
 
@@ -50,8 +51,15 @@ class _Sandbox:
     event: dict[str, Any] = field(default_factory=dict)
 
 
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files as it may: many sandboxes at once take several each."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main(control_fd: int, owner_dir: str) -> None:
     """Serve until the worker closes its end, then remove everything."""
+    raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the worker decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(control_fd, False)  # or every sandbox would hold the keeper's control socket
@@ -143,6 +151,8 @@ def _become_sandbox(
         if os.getppid() != keeper_pid:
             os._exit(1)
         root_fd = _mount_root(spec)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, _OPEN_FILES), most))  # programs inside see the usual
         for name, value in spec["rlimits"].items():
             resource.setrlimit(getattr(resource, name), (value, value))
         os.dup2(stdin, 0)
@@ -253,10 +263,9 @@ def _tend(control: socket.socket | None, sandboxes: dict[str, _Sandbox]) -> None
         for sandbox in sandboxes.values():
             if sandbox.pid == pid:
                 sandbox.ended = now
-                sandbox.event = {
-                    "status": os.waitstatus_to_exitcode(status),
-                    "oom_kills": cgroups.oom_kills(sandbox.cgroups),
-                }
+                own, outer = cgroups.oom_kills(sandbox.cgroups)
+                status = os.waitstatus_to_exitcode(status)
+                sandbox.event = {"status": status, "oom_kills": own, "outer_oom_kills": outer}
     for name, sandbox in list(sandboxes.items()):
         if sandbox.ended is None:
             if sandbox.deadline is not None and now > sandbox.deadline:

@@ -78,7 +78,9 @@ class Keeper:
                     self._loop.remove_reader(self._control)
                 for future in self._gone.values():
                     if not future.done():
-                        future.set_result({"status": None, "exhausted": "", "oom_kills": 0, "left": True})
+                        future.set_result(
+                            {"status": None, "exhausted": "", "oom_kills": 0, "outer_oom_kills": 0, "left": True}
+                        )
                 self._gone.clear()
                 return
             event = json.loads(data)

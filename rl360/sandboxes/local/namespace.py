@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
+import secrets
 import shlex
 import socket
 from dataclasses import dataclass
@@ -30,6 +32,17 @@ MAX_OUTPUT = 16 * 2**20  # bytes kept of each stream of one command
 _MAX_ARGUMENT = 100_000  # bytes; the kernel's limit of one argument is 128 KiB
 _FIRST_ANSWER_S = 30.0
 _ANSWER_BYTES, _SPARE_BYTES = 64, 4096  # a command is answered in two lines of at most 32 bytes
+
+
+# Errors of a sandbox's own file system that something inside can bring about: what stands in the way, what is full.
+# Others (no descriptors, no memory, no disk that answers) are the host's.
+DONE_INSIDE = frozenset(
+    (
+        errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EACCES, errno.EPERM,
+        errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO,
+        errno.EBUSY, errno.ETXTBSY, errno.EROFS, errno.EXDEV,
+    )
+)  # fmt: skip
 
 
 class SandboxDied(RuntimeError):
@@ -183,9 +196,17 @@ class SandboxProcess:
         if not self.running:
             raise SandboxDied("the sandbox is not running", self.exhausted)
         self._count += 1
-        name = str(self._count)
+        name = secrets.token_hex(8)  # nothing inside can be there before
         try:
-            self._write_script(name, command, cwd, env, user)
+            try:
+                self._write_script(name, command, cwd, env, user)
+            except OSError as error:
+                if error.errno not in DONE_INSIDE:
+                    raise
+                self.exhausted = self.exhausted or "sandbox"
+                raise SandboxDied(
+                    f"something inside spoiled /{CONTROL_DIR}: {error.strerror}", self.exhausted
+                ) from error
             future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
             self._waiting[name] = future
             self._send(f"x {name}\n")
@@ -226,12 +247,12 @@ class SandboxProcess:
                 f"setpriv --reuid {user.uid} --regid {user.gid} {groups} "
                 "--inh-caps=-all --ambient-caps=-all --bounding-set=-all -- "
             )
-        if len(command.encode()) < _MAX_ARGUMENT:
+        if len(_bytes(command)) < _MAX_ARGUMENT:
             lines.append(f"exec {prefix}/bin/bash -c {shlex.quote(command)}")
         else:
-            self._write(f"{name}.cmd", command.encode(), 0o644)
+            self._write(f"{name}.cmd", _bytes(command), 0o644)
             lines.append(f"exec 9</{CONTROL_DIR}/{name}.cmd; exec {prefix}/bin/bash /dev/fd/9")
-        self._write(f"{name}.sh", ("\n".join(lines) + "\n").encode(), 0o600)
+        self._write(f"{name}.sh", _bytes("\n".join(lines) + "\n"), 0o600)
 
     def _write(self, name: str, data: bytes, mode: int) -> None:
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=self._control_fd)
@@ -340,7 +361,13 @@ class SandboxProcess:
         """Why it ended. An exit code, and not a signal from outside, after `ready` is the doing of something inside."""
         limit = event["exhausted"] or ("memory" if event["oom_kills"] else "")
         by_itself = self._lost_by_itself and event["status"] is not None and event["status"] >= 0
+        by_itself = by_itself and not event["outer_oom_kills"]  # the host ran out of memory
         self.exhausted = limit or self.exhausted or ("sandbox" if by_itself else "")
+
+
+def _bytes(text: str) -> bytes:
+    """Of any text: a model can write half of a surrogate pair, which is no UTF-8. The shell gets it as it is."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 async def _readable(loop: asyncio.AbstractEventLoop, fd: int) -> None:

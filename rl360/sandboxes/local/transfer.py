@@ -23,7 +23,7 @@ from rl360.sandboxes.local.syscalls import open_in_root
 
 MAX_DOWNLOAD_BYTES = 2**30
 _MAX_ENTRIES = 20_000
-_MAX_DEPTH = 64
+_MAX_DEPTH = 30  # each level holds a descriptor
 _CHUNK = 2**20
 _READ = os.O_RDONLY | os.O_NONBLOCK  # O_NONBLOCK: opening a pipe must not wait for its writer
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY

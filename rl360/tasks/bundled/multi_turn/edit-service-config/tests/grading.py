@@ -28,6 +28,8 @@ import time
 
 CPU_LIMIT_S = 10  # of one run; right answers take a fraction of a second
 WALL_LIMIT_S = 20.0  # of one run; wide, because a loaded machine must not fail a right answer
+TOTAL_LIMIT_S = 40.0  # of all checks; well below [verifier] timeout_sec, for a verifier that times out is no verdict
+CLEANING_LIMIT_S = 8.0  # after them
 MEMORY_LIMIT_BYTES = 1024 * 1024 * 1024
 FILE_LIMIT_BYTES = 16 * 1024 * 1024
 PROCESS_LIMIT = 200
@@ -199,6 +201,9 @@ def copy_tree(source, target):
         inside = os.path.join(target, os.path.relpath(parent, source))
         for name in folders:
             if not os.path.islink(os.path.join(parent, name)):
+                num_files += 1
+                if num_files > MAX_COPY_FILES:
+                    raise Failed("the working folder is too large")
                 os.makedirs(os.path.join(inside, name), exist_ok=True)
         for name in names:
             path = os.path.join(parent, name)
@@ -307,10 +312,16 @@ def write_reward(path, reward):
     os.replace(partial, path)
 
 
+def out_of_time(*_):
+    raise Failed(f"the checks took more than {TOTAL_LIMIT_S} s")
+
+
 def grade(folder, checks):
     """Run every check. Returns (reward, one line that says why)."""
     scratch = tempfile.mkdtemp(prefix="grading-")
     os.chmod(scratch, 0o711)
+    signal.signal(signal.SIGALRM, out_of_time)
+    signal.setitimer(signal.ITIMER_REAL, TOTAL_LIMIT_S)
     try:
         work = Work(folder, scratch, random.SystemRandom().randrange(*UID_RANGE))
         for name, check in checks.items():
@@ -320,7 +331,11 @@ def grade(folder, checks):
                 return 0, f"{name}: {type(error).__name__}: {str(error)[:500]}"
         return 1, "every check passed"
     finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # too much to clear away: this ends, and the zero stays
+        signal.setitimer(signal.ITIMER_REAL, CLEANING_LIMIT_S)
+        kill_children()
         shutil.rmtree(scratch, ignore_errors=True)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def main(folder, reward_path):

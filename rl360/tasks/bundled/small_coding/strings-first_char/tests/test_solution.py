@@ -17,6 +17,7 @@ import time
 
 CPU_LIMIT_S = 2  # of the solution; the right answers take milliseconds
 WALL_LIMIT_S = 10  # for one that sleeps; wide, because a loaded machine must not fail a right answer
+TOTAL_LIMIT_S = 25  # of the grading; well below [verifier] timeout_sec, for a verifier that times out is no verdict
 MEMORY_LIMIT_BYTES = 512 * 1024 * 1024
 MAX_SOLUTION_BYTES = 1_000_000
 MAX_REPLY_BYTES = 1_000_000
@@ -32,6 +33,10 @@ SYSTEM_CALLS = {
 }
 F_SETOWN, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP = 8, 15, 0x8901, 0x8902  # who gets the signals of a descriptor
 X32_BIT = 0x40000000  # of x86_64: the same calls by other numbers
+
+
+class OutOfTime(Exception):
+    """The grading took longer than its limit."""
 
 
 class NotPlainData(Exception):
@@ -189,16 +194,15 @@ def grade(source, cases_file):
     calls = {"function": cases["FUNCTION"], "arguments": [encode(arguments) for arguments, _ in cases["CASES"]]}
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     try:
-        with os.fdopen(calls_write, "w") as file:
-            json.dump(calls, file)
-    except BrokenPipeError:
-        pass  # the child has ended; its reply, or the lack of one, says why
-    reply = read_reply(reply_read)
-    try:
-        os.kill(child, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    _, status = os.waitpid(child, 0)
+        try:
+            with os.fdopen(calls_write, "w") as file:
+                json.dump(calls, file)
+        except BrokenPipeError:
+            pass  # the child has ended; its reply, or the lack of one, says why
+        reply = read_reply(reply_read)
+    finally:
+        os.kill(child, signal.SIGKILL)  # not reaped yet, so it is there
+        _, status = os.waitpid(child, 0)
     if not reply:
         return 0, f"no reply: time, memory or a crash (wait status {status})"
     return compare(reply, cases)
@@ -237,8 +241,14 @@ def protect(tests_dir, reward_path):
     os.unlink("/tests/cases.py")
 
 
+def out_of_time(*_):
+    raise OutOfTime(f"the grading took more than {TOTAL_LIMIT_S} s")
+
+
 def main(solution_path, reward_path):
     write_reward(reward_path, 0)
+    signal.signal(signal.SIGALRM, out_of_time)
+    signal.alarm(TOTAL_LIMIT_S)
     tests_dir = os.path.dirname(os.path.abspath(__file__))
     reward = 0
     try:
@@ -252,7 +262,11 @@ def main(solution_path, reward_path):
         else:
             cases_file = open(os.path.join(tests_dir, "cases.py"))
             protect(tests_dir, reward_path)
-            reward, reason = grade(source, cases_file)
+            try:
+                reward, reason = grade(source, cases_file)
+            except OutOfTime as error:
+                reason = str(error)
+    signal.alarm(0)
     write_reward(reward_path, reward)
     print(f"reward {reward}: {reason}")
 

@@ -14,7 +14,7 @@ from rl360.agents.endpoint import Endpoint, Reply
 from rl360.agents.repair_text import RepairTextAgent
 from rl360.agents.terminus_2 import Terminus2Agent
 from rl360.types import Stop
-from tests.gateway.conformance.conformance_kit import TEMPLATES, call, meeting, thought
+from tests.gateway.conformance.conformance_kit import IFM, TEMPLATES, call, meeting, thought
 from tests.gateway.conformance.test_agents import INSTRUCTION, check, turns
 from tests.gateway.stub_engine import Fault
 from tests.gateway.test_random_chats import check_truth
@@ -35,6 +35,24 @@ async def test_a_retry_after_a_500(agent: type, template: str, tmp_path: Path) -
     met = await meeting(agent, template, tmp_path, turns(agent, template), faults=faults, instruction=INSTRUCTION)
     check(met, template, agent)
     assert (met.session.stop, met.session.cause, met.metadata["stop"]) == (None, None, "finished")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.__name__)
+async def test_replies_that_parsers_and_encoders_choke_on(agent: type, template: str, tmp_path: Path) -> None:
+    """Calls nested out of reason and lone surrogates are the policy's mistakes: the attempt goes on."""
+    opening, closing = "<tool_call>", "</tool_call>"
+    if template == IFM:
+        opening, closing = "<ifm|tool_calls><ifm|tool_call>", "</ifm|tool_call></ifm|tool_calls>"
+    hostile = [
+        f'{opening}{{"name":"bash","arguments":{"[" * 1500}{closing}',
+        opening + r'{"name": "bash", "arguments": {"command": "echo \ud800"}}' + closing,
+        opening + r'{"name": "ba\udc00sh", "arguments": {"\udfff": [1]}}' + closing,
+    ]
+    script = [piece for text in hostile for piece in (thought(template, text), turns(agent, template)[0])]
+    met = await meeting(agent, template, tmp_path, [*script, *turns(agent, template)[1:]], instruction=INSTRUCTION)
+    check(met, template, agent)
+    assert (met.session.stop, met.session.cause) == (None, None)
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.__name__)

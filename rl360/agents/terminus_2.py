@@ -125,11 +125,13 @@ class Terminus2Agent(Terminus2):
         self._max_failures = max_failures
         self._request_timeout_s, self._request_retries = request_timeout_s, request_retries
         super().__init__(*args, max_turns=max_turns, **{**kwargs, **_FIXED})
-        self._parser = _Parser(self._parser)
 
     def _init_llm(self, llm_backend: Any, model_name: str, *args: Any, **kwargs: Any) -> BaseLLM:
         self._model = _SessionModel(model_name)
         return self._model
+
+    def _get_parser(self) -> Any:
+        return _Parser(super()._get_parser())
 
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
         """Raises what the endpoint raises, and what a dead sandbox raises; a cap is no error."""

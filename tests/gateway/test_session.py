@@ -222,9 +222,7 @@ async def test_closing_ends_what_is_open() -> None:
     with agent() as driven:
         driven.engine.gate = asyncio.Event()
         waiting = asyncio.create_task(driven.ask(HELLO))
-        while not driven.model.num_requests:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
         session = await driven.session.close()
         with pytest.raises(RequestError) as caught:
             await waiting

@@ -46,6 +46,20 @@ async def test_commands(start_sandbox: Any, unprivileged: bool) -> None:
     assert results == [str(i) for i in range(6)]
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+@pytest.mark.parametrize(
+    ("command", "exhausted"),
+    [("true", ""), ("rm /etc/passwd", "sandbox"), ("echo daemon:x:one:one::/: > /etc/passwd", "sandbox")],
+)
+async def test_a_user_that_the_agent_took_away(start_sandbox: Any, command: str, exhausted: str) -> None:
+    """A user that the image lacks is the task's mistake; one that is gone is the agent's doing."""
+    s = await start_sandbox(unprivileged=False)
+    await out(s, command)
+    with pytest.raises(RuntimeError, match="passwd"):
+        await s.exec("true", user="daemon" if exhausted else "nobody-at-all")
+    assert s.exhausted == exhausted
+
+
 async def test_background_processes_survive_between_commands(start_sandbox: Any) -> None:
     s = await start_sandbox()
     began = time.monotonic()

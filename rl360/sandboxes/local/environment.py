@@ -82,6 +82,7 @@ class LocalSandbox(BaseEnvironment):
         self._plan: Plan | None = None
         self._sandbox: SandboxProcess | None = None
         self._tests_in_image = False
+        self._accounts: tuple[bytes, ...] = ()  # as the sandbox was started with
         # What the policy did to its sandbox, after stop too: memory | disk | lifetime | artifacts: a limit that it ran
         # into; sandbox: something inside ended it.
         self.exhausted = ""
@@ -167,6 +168,7 @@ class LocalSandbox(BaseEnvironment):
             for folder in self._mount_targets(writable_only=True):
                 transfer.make_folder(sandbox.root_fd, folder, 0o777)
             transfer.make_folder(sandbox.root_fd, plan.workdir)
+            self._accounts = _accounts(sandbox)
         except TimeoutError as error:
             await sandbox.stop()
             raise EnvironmentStartTimeoutError(f"sandbox did not start in {self._start_timeout_s} s") from error
@@ -305,7 +307,9 @@ class LocalSandbox(BaseEnvironment):
         except TimeoutError:
             raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
         except UnknownUser as error:
-            raise RuntimeError(str(error)) from error
+            if _accounts(sandbox) != self._accounts:  # the row is gone, or no number any more
+                self.exhausted = self.exhausted or "sandbox"
+            raise RuntimeError(printable(str(error))) from error
         except (SandboxDied, OSError, ValueError) as error:
             await self.stop(delete=True) if isinstance(error, SandboxDied) else None
             if self.exhausted == "memory":
@@ -366,6 +370,14 @@ class LocalSandbox(BaseEnvironment):
             if self._sandbox is not None:
                 self._note_exhausted(self._sandbox)
             raise RuntimeError(printable(f"file transfer failed: {error}")) from error
+
+
+def _accounts(sandbox: SandboxProcess) -> tuple[bytes, ...]:
+    found = []
+    for path in ("/etc/passwd", "/etc/group"):
+        with contextlib.suppress(OSError):
+            found.append(transfer.read_small(sandbox.root_fd, path))
+    return tuple(found)
 
 
 def _is_full(sandbox: SandboxProcess) -> bool:

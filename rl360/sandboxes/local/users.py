@@ -23,6 +23,15 @@ def _rows(root_fd: int, path: str) -> list[list[str]]:
 
 def find_user(root_fd: int, user: str | int) -> User:
     """Raises UnknownUser. A number that no row has stands for itself, with group 0, as in Docker."""
+    try:
+        return _find_user(root_fd, user)
+    except UnknownUser:
+        raise
+    except ValueError as error:
+        raise UnknownUser(f"user {user!r}: the sandbox's /etc/passwd or /etc/group is damaged: {error}") from error
+
+
+def _find_user(root_fd: int, user: str | int) -> User:
     name, _, group = str(user).partition(":")
     passwd, groups = _rows(root_fd, "/etc/passwd"), _rows(root_fd, "/etc/group")
     row = next((r for r in passwd if r[0] == name or (name.isdigit() and r[2] == name)), None)

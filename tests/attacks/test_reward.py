@@ -163,6 +163,14 @@ async def test_harbors_separate_verifier_holds_too(tmp_path: Path, cache: Path) 
     assert kit.scores(results) == {**dict.fromkeys(names, 0.0), "oracle": 1.0, "nothing": 0.0}
 
 
+async def test_harbors_separate_verifier_blames_the_agent_too(tmp_path: Path, cache: Path) -> None:
+    task = kit.write_task(tmp_path / "victim", toml=SEPARATE.replace("/app/solution.py", "/app"))
+    names = ("folder-where-the-script-goes", "fills-the-control-folder", "logs-are-files", "long-paths", "deep-folders")
+    names += ("link-with-an-odd-name", "no-folder", "folder-is-a-file", "empty-folders")
+    results = await kit.attack(task, {n: EVERY[n] for n in names} | CONTROLS, tmp_path, cache)
+    assert kit.scores(results) == {**dict.fromkeys(names, 0.0), "oracle": 1.0, "nothing": 0.0}
+
+
 async def test_other_environments_get_harbors_separate_verifier(tmp_path: Path, cache: Path) -> None:
     """An environment that does not change over itself; the task says nothing."""
     task = kit.write_task(tmp_path / "victim")

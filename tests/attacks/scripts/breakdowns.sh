@@ -58,3 +58,9 @@ ln -s /etc/passwd $'/app/\xff'; mkfifo $'/logs/artifacts/\xfe'
 
 #== no-users
 rm -f /etc/passwd /etc/group; echo 'root:x:zero:zero::/:' > /etc/passwd
+
+#== no-folder
+cd /; rm -rf /app
+
+#== folder-is-a-file
+cd /; rm -rf /app; touch /app

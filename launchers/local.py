@@ -74,8 +74,8 @@ def run_folder(run_dir: Path) -> int:
 
     try:
         outcome = run_experiment(config, resolved)
-    except Interrupted as stopped:
-        print(f"interrupted: {stopped}; continue with: rl360 run resume={run_dir}", file=sys.stderr)
+    except (Interrupted, KeyboardInterrupt) as stopped:
+        print(f"interrupted: {stopped or 'at once'}; continue with: rl360 run resume={run_dir}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except ConfigError as error:
         for problem in error.problems:

@@ -285,6 +285,7 @@ def _launcher(examined: Examined):  # type: ignore[no-untyped-def]  # launchers 
 def _start(composed: Composed, resume_from: Path | None, run_dir: Path | None = None, in_process: bool = True) -> int:
     """Check, save resolved.yaml and plan.json, and run. run_dir: null lets the config or the clock decide."""
     from rl360.config.run_folder import new_run_dir, save
+    from rl360.engine.state import only_writer
 
     examined = _examine(composed, resume_from)
     if examined.problems:
@@ -298,7 +299,10 @@ def _start(composed: Composed, resume_from: Path | None, run_dir: Path | None = 
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     try:
-        save(folder, {**examined.values, "output_dir": str(folder)}, plan.to_dict())
+        with only_writer(folder):  # a run that is going on keeps its resolved.yaml
+            save(folder, {**examined.values, "output_dir": str(folder)}, plan.to_dict())
+    except RL360Error as error:
+        return _report([f"output_dir: {error}"])
     except OSError as error:
         return _report([f"output_dir: cannot write to {folder} ({error.strerror})"])
     return int(launcher.submit(plan, in_process=in_process))

@@ -106,7 +106,12 @@ def test_run_saves_before_it_starts_and_litters_nothing(said, arguments, tmp_pat
     assert code == 0
     (folder,) = runs(tmp_path)
     assert folder.parent == tmp_path / "out" / "quickstart"
-    assert sorted(p.name for p in folder.iterdir()) == ["plan.json", "resolved.yaml", "summary.json"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        ".lock",
+        "plan.json",
+        "resolved.yaml",
+        "summary.json",
+    ]
     resolved = OmegaConf.load(folder / "resolved.yaml")
     assert (resolved.seed, resolved.output_dir) == (3, str(folder))
     assert "${" not in (folder / "resolved.yaml").read_text()

@@ -175,9 +175,23 @@ def _local_sandbox(config: RootConfig, found: Found) -> None:
     from rl360.sandboxes.abilities import probe
 
     _abilities(probe(config.sandbox.unprivileged).abilities, found)
+    _dockerfiles(found)
     base = config.sandbox.base
     if base not in ("auto", "host", "debootstrap") and not Path(base).is_dir():
         found.problems.append(f"sandbox.base: no folder {base}; expected auto, host, debootstrap or a folder")
+
+
+def _dockerfiles(found: Found) -> None:
+    """What the local sandbox cannot build of a task's Dockerfile; without one there is nothing to build."""
+    from rl360.sandboxes.local.dockerfile import DockerfileError, parse
+
+    for task in {task.task_id: task for task in (*found.training, *found.evaluation)}.values():
+        path = task.path / "environment" / "Dockerfile"
+        try:
+            if path.exists():
+                parse(path)
+        except (DockerfileError, OSError, ValueError) as error:
+            found.problems.append(f"task {task.task_id}: {path}: {error}")
 
 
 def _port(config: RootConfig, found: Found) -> None:

@@ -43,7 +43,7 @@ def resume_folder(request: Request) -> Path | None:
         key, _, value = text.lstrip("+").partition("=")
         if key == "resume":
             value = value.strip("'\"")
-            return None if value in ("", "null") else Path(value).expanduser().absolute()
+            return None if value == "null" else Path(value).expanduser().absolute()
     return None
 
 

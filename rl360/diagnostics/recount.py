@@ -278,18 +278,23 @@ def _read_ledger(run_dir: Path) -> tuple[set[str], dict[str, tuple[str, str]]] |
         elif row["event"] == "outcome":
             last[row["try_id"]] = row
         else:
-            again = [try_id for try_id, outcome in last.items() if _taken_back(outcome, row["iteration"])]
+            again = [
+                try_id
+                for try_id, outcome in last.items()
+                if _taken_back(outcome, row["iteration"], row.get("last_evaluated"))
+            ]
             for try_id in again:
                 del last[try_id]
     return started, {try_id: (row["kind"], row["reason"] or "unknown") for try_id, row in last.items()}
 
 
-def _taken_back(outcome: Mapping[str, Any], resumed: int) -> bool:
-    """A resume at iteration k trains k and later again, and evaluates what comes after k; at 0 it makes everything."""
+def _taken_back(outcome: Mapping[str, Any], resumed: int, evaluated: int | None) -> bool:
+    """A resume at iteration k trains k and later again, and evaluates what comes after k, or at k if that was cut."""
     if outcome["kind"] in WITHOUT_ATTEMPT:
         return False
-    later = outcome["iteration"] > resumed
-    return later or (outcome["iteration"] == resumed and (outcome["purpose"] == "train" or resumed == 0))
+    if outcome["iteration"] == resumed and outcome["purpose"] == "eval":
+        return evaluated != resumed
+    return outcome["iteration"] >= resumed
 
 
 def _note_difference(result: Recount, source: str, name: str, ours: Any, theirs: Any) -> None:

@@ -27,6 +27,7 @@ from rl360.types import Sampling, Task
 
 log = logging.getLogger(__name__)
 
+REWARD_SCOPES = ("attempt", "group")
 OWN_PREFIXES = ("rl360.", "launchers.")
 TRIAL_WORKER = "rl360.rollout.trial_worker:TrialWorker"
 # Harbor's imports otherwise ask the internet for prices and post telemetry: seconds lost offline, and not ours to send.
@@ -185,6 +186,16 @@ def make_rollout(config: RootConfig, run_dir: Path, run_id: str, gateway: Gatewa
     rewards: dict[str, Reward] = {
         name: _make(config, entry, name=name, **entry.kwargs) for name, entry in config.reward.items()
     }
+    for name, reward in rewards.items():
+        if getattr(reward, "scope", None) not in REWARD_SCOPES:
+            raise ConfigError(
+                f"reward.{name}: scope {getattr(reward, 'scope', None)!r} of {type(reward).__name__}; expected one of "
+                f"{', '.join(REWARD_SCOPES)}"
+            )
+        if not inspect.iscoroutinefunction(getattr(reward, "score", None)):
+            raise ConfigError(
+                f"reward.{name}: {type(reward).__name__} has no `async def score`; see docs/guide/rewards.md"
+            )
     cls = load_class(rollout._target_, config.allow_targets)
     return cls(
         gateway=gateway,

@@ -49,7 +49,7 @@ class Journal:
                 return []
             return [attempt_from_json(row) for _, _, row in frames.scan(self.path)]
 
-    def forget_before(self, iteration: int) -> None:
+    def forget_before(self, iteration: int, last_evaluated: int | None = None) -> None:
         """A checkpoint goes on with `iteration`: keep only what a resume from it would run again."""
         with self._lock:
             if not self.path.exists():
@@ -57,7 +57,7 @@ class Journal:
             kept = [
                 frames.pack(row)
                 for _, _, row in frames.scan(self.path)
-                if is_run_again(Purpose(row["spec"]["purpose"]), row["spec"]["iteration"], iteration)
+                if is_run_again(Purpose(row["spec"]["purpose"]), row["spec"]["iteration"], iteration, last_evaluated)
             ]
             frames.replace_file(self.path, b"".join(kept))
             self._mended = True
@@ -131,14 +131,14 @@ class Trajectories:
                 return frames.read_one(self.path(iteration), line["offset"])
         raise KeyError(f"{self.path(iteration)} has no try {try_id}")
 
-    def cut(self, resumed_iteration: int) -> None:
+    def cut(self, resumed_iteration: int, last_evaluated: int | None = None) -> None:
         """Before a resume: drop the rows that it decides again, as `Ledger.rollback` does with their outcomes."""
         for iteration in self.iterations():
             if iteration < resumed_iteration:
                 continue
             path = self.path(iteration)
             rows = [row for _, _, row in frames.scan(path)]
-            kept = [row for row in rows if not _is_decided_again(row, resumed_iteration)]
+            kept = [row for row in rows if not _is_decided_again(row, resumed_iteration, last_evaluated)]
             self._mended.discard(iteration)
             self.index_path(iteration).unlink(missing_ok=True)
             frames.replace_file(path, b"".join(frames.pack(row) for row in kept))
@@ -191,9 +191,11 @@ def _stub(what: AttemptSpec | Started) -> dict[str, Any]:
     return {"format": FORMAT, "spec": {**asdict(what), "purpose": what.purpose.value, "task": None}}
 
 
-def _is_decided_again(row: dict[str, Any], resumed_iteration: int) -> bool:
+def _is_decided_again(row: dict[str, Any], resumed_iteration: int, last_evaluated: int | None) -> bool:
     final = OutcomeKind(row["outcome"]["kind"]) in ANOTHER_TRY_MAY_FOLLOW
-    return not final and is_run_again(Purpose(row["spec"]["purpose"]), row["spec"]["iteration"], resumed_iteration)
+    return not final and is_run_again(
+        Purpose(row["spec"]["purpose"]), row["spec"]["iteration"], resumed_iteration, last_evaluated
+    )
 
 
 def _index_line(row: dict[str, Any], offset: int, end: int) -> dict[str, Any]:

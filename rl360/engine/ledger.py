@@ -28,14 +28,14 @@ TRAIN_ONLY = frozenset({OutcomeKind.TRAINED, OutcomeKind.FILTERED, OutcomeKind.S
 ANOTHER_TRY_MAY_FOLLOW = frozenset({OutcomeKind.REQUEUED, OutcomeKind.UNUSED})
 
 
-def is_run_again(purpose: Purpose, iteration: int, resumed_iteration: int) -> bool:
+def is_run_again(purpose: Purpose, iteration: int, resumed_iteration: int, last_evaluated: int | None = None) -> bool:
     """Whether a resume that goes on with `resumed_iteration` makes this work again.
 
-    The evaluation at iteration k comes before the checkpoint at k, the training of iteration k after it. At 0 there is
-    no checkpoint before the evaluation, so all is made again.
+    last_evaluated: the iteration whose evaluation the checkpoint says is complete. The evaluation at k may come before
+    the checkpoint at k, then it counts; or be cut, then it is made again.
     """
-    if purpose is Purpose.EVAL and resumed_iteration > 0:
-        return iteration > resumed_iteration
+    if purpose is Purpose.EVAL and iteration == resumed_iteration:
+        return last_evaluated != iteration
     return iteration >= resumed_iteration
 
 
@@ -125,10 +125,10 @@ class Ledger:
                 self._apply(row)
             self._append(rows, durable=True)
 
-    def rollback(self, resumed_iteration: int) -> list[Started]:
+    def rollback(self, resumed_iteration: int, last_evaluated: int | None = None) -> list[Started]:
         """A resume goes on with this iteration. Returns every try that is open now: reuse its journalled attempt, or
         record it as unused."""
-        row = {"event": "rollback", "iteration": resumed_iteration}
+        row = {"event": "rollback", "iteration": resumed_iteration, "last_evaluated": last_evaluated}
         with self._lock:
             self._apply(row)
             self._append([row], durable=True)
@@ -140,6 +140,11 @@ class Ledger:
         """Tries without an outcome, in the order in which they started."""
         with self._lock:
             return [s for try_id, s in self._started.items() if try_id not in self._outcomes]
+
+    def ended_without_attempt(self) -> list[tuple[Started, Outcome]]:
+        """Requeued and unused tries: their rows in the trajectories hold no attempt."""
+        with self._lock:
+            return [(self._started[t], o) for t, o in self._outcomes.items() if o.kind in ANOTHER_TRY_MAY_FOLLOW]
 
     def next_try_number(self, attempt_id: str) -> int:
         """0 for an attempt that never started."""
@@ -228,7 +233,9 @@ class Ledger:
             case "rollback":
                 for try_id, outcome in list(self._outcomes.items()):
                     final = outcome.kind in ANOTHER_TRY_MAY_FOLLOW
-                    if not final and is_run_again(outcome.purpose, outcome.iteration, row["iteration"]):
+                    if not final and is_run_again(
+                        outcome.purpose, outcome.iteration, row["iteration"], row["last_evaluated"]
+                    ):
                         del self._outcomes[try_id]
 
     def _replay(self) -> None:

@@ -243,7 +243,7 @@ class TrainingLoop:
         with self.watchdog.stage("checkpoint"):
             self.checkpoints.save(self.state, self.trainer.save, best=best)
         self.checkpointed_at = self.state.iteration
-        self.record.forget_before(self.state.iteration)
+        self.record.forget_before(self.state.iteration, self.state.last_evaluated)
 
     def leave_resumable(self) -> None:
         """Close open tries in the ledger and save where the run stands."""

@@ -61,27 +61,29 @@ class RunRecord:
 
     # ---- resume ------------------------------------------------------------------------------------------------------
 
-    def resume_at(self, iteration: int, version: int) -> list[Attempt]:
+    def resume_at(self, iteration: int, version: int, last_evaluated: int | None = None) -> list[Attempt]:
         """Go back to where `iteration` begins, with the weights `version`. Returns the attempts not to be made again.
 
         Those sampled under later weights are made again: so are the weights, and they need not come out the same to the
         last bit. Tries that left no such attempt are requeued, and so are those that failed under the policy: what made
         them fail may be why the run ended, and a resume that met it again would end again.
         """
-        open_tries = self._ledger.rollback(iteration)
-        self._trajectories.cut(iteration)
+        open_tries = self._ledger.rollback(iteration, last_evaluated)
+        self._trajectories.cut(iteration, last_evaluated)
         usable = {
             a.spec.try_id: a
             for a in self._journal.read()
             if a.valid
-            and is_run_again(a.spec.purpose, a.spec.iteration, iteration)
+            and is_run_again(a.spec.purpose, a.spec.iteration, iteration, last_evaluated)
             and all(span.version <= version for segment in a.segments for span in segment.version_spans)
         }
         rows = [
             (one, outcome_of(one, OutcomeKind.REQUEUED, "run_ended")) for one in open_tries if one.try_id not in usable
         ]
         self._ledger.record([outcome for _, outcome in rows])
-        self._trajectories.write(rows)
+        # A crash between the two files left outcomes without a row.
+        written = {line["try_id"] for i in self._trajectories.iterations() for line in self._trajectories.index(i)}
+        self._trajectories.write([row for row in self._ledger.ended_without_attempt() if row[0].try_id not in written])
         self.iterations_done = iteration
         still_open = {one.try_id for one in open_tries}
         return [attempt for try_id, attempt in usable.items() if try_id in still_open]
@@ -147,9 +149,9 @@ class RunRecord:
         self._ledger.record([outcome for _, outcome in rows])
         self._trajectories.write(rows)
 
-    def forget_before(self, iteration: int) -> None:
+    def forget_before(self, iteration: int, last_evaluated: int | None) -> None:
         """A checkpoint at `iteration` is complete: the journal need not bring back what came before it."""
-        self._journal.forget_before(iteration)
+        self._journal.forget_before(iteration, last_evaluated)
 
     def counts(self) -> dict[str, int]:
         return self._ledger.counts()

@@ -26,7 +26,7 @@ from rl360.engine.build import Components, build, build_tasks, training_sampling
 from rl360.engine.evaluation import Evaluator
 from rl360.engine.loop import LoopSettings, TrainingLoop
 from rl360.engine.record import RunRecord
-from rl360.engine.state import Checkpoint, CheckpointStore, RunState, only_writer
+from rl360.engine.state import Checkpoint, CheckpointStore, RunState, only_writer, verify_checkpoint
 from rl360.engine.summary import summarize_run, write_summary
 from rl360.engine.watchdog import Watchdog
 from rl360.errors import CheckpointError, Interrupted
@@ -51,9 +51,11 @@ def run_experiment(config: RootConfig, resolved: DictConfig) -> dict[str, Any]:
         stack.enter_context(_log_file(run_dir))
         record = RunRecord(run_dir)
         stack.callback(record.close)
+        earlier_wall_s = _earlier_wall_s(run_dir)
+        (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier process: no longer true from here on
 
         def write_down(reason: str, error: str | None = None) -> dict[str, Any]:
-            wall_s = _earlier_wall_s(run_dir) + time.monotonic() - began
+            wall_s = earlier_wall_s + time.monotonic() - began
             summary = {
                 **summarize_run(config, run_dir, record, reason, wall_s=wall_s, iterations=record.iterations_done),
                 "error": error,
@@ -65,7 +67,7 @@ def run_experiment(config: RootConfig, resolved: DictConfig) -> dict[str, Any]:
         try:
             _train(config, resolved, run_dir, record, on_stall=lambda message: write_down("failed", message))
             reason = "finished"
-        except Interrupted:
+        except (Interrupted, KeyboardInterrupt):
             reason = "interrupted"
             raise
         except BaseException as failure:
@@ -86,8 +88,8 @@ def _train(
     cursor = TaskCursor(training_tasks, config.seed)
     store = CheckpointStore(run_dir, config.checkpoint.keep_last, config.checkpoint.keep_best)
     checkpoint = store.latest()
-    state = _starting_state(checkpoint, cursor)
-    finished_before = record.resume_at(state.iteration, state.version)
+    state = _starting_state(store, checkpoint, cursor)
+    finished_before = record.resume_at(state.iteration, state.version, state.last_evaluated)
     if checkpoint is not None or finished_before:
         log.info("resuming at iteration %d with %d finished attempts", state.iteration, len(finished_before))
 
@@ -138,10 +140,20 @@ def _earlier_wall_s(run_dir: Path) -> float:
         return 0.0
 
 
-def _starting_state(checkpoint: Checkpoint | None, cursor: TaskCursor) -> RunState:
-    """The saved state, or a new one. Refuses a data set that is not the one the saved position counts in."""
+def _starting_state(store: CheckpointStore, checkpoint: Checkpoint | None, cursor: TaskCursor) -> RunState:
+    """The saved state, or a new one. Refuses damaged checkpoints, and other tasks than the saved state counts in."""
+    damaged = store.damaged()
     if checkpoint is None:
+        if damaged:
+            raise CheckpointError(
+                f"no checkpoint of this run is whole: {'; '.join(damaged)}; expected at least one. Restore it or start "
+                "a new run"
+            )
         return RunState(task_fingerprint=cursor.fingerprint)
+    for problem in damaged:
+        log.warning("%s; going on from %s", problem, checkpoint.folder)
+        print(f"warning: {problem}; going on from {checkpoint.folder.name}", file=sys.stderr)
+    verify_checkpoint(checkpoint)
     state = checkpoint.state
     if state.task_fingerprint not in (None, cursor.fingerprint):
         raise CheckpointError(
@@ -196,7 +208,7 @@ def _stop_signals() -> Iterator[threading.Event]:
     asked = threading.Event()
 
     def ask(signum: int, frame: FrameType | None) -> None:
-        if asked.is_set() and signum == signal.SIGINT:
+        if asked.is_set():
             raise KeyboardInterrupt
         asked.set()
         print(f"{signal.Signals(signum).name}: finishing the write in hand; again to stop at once", file=sys.stderr)

@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -25,6 +26,7 @@ from rl360.errors import CheckpointError, RL360Error
 
 STATE = "state.json"
 MANIFEST = "manifest.json"
+CHECKSUMS = "checksums.json"  # crc32 of each of the trainer's files, verified when a run resumes
 TRAINER = "trainer"  # what the trainer wrote
 TEMPORARY = ".tmp-"
 POINTERS = ("latest", "best")
@@ -97,6 +99,14 @@ class CheckpointStore:
         can leave it one behind."""
         return next(iter(self.complete()), None)
 
+    def damaged(self) -> list[str]:
+        """Checkpoint folders that are not whole, one line each."""
+        return [
+            f"{folder} is incomplete or damaged"
+            for folder in sorted(self.folder.glob("iteration-*"))
+            if read_checkpoint(folder) is None
+        ]
+
     def best(self) -> Checkpoint | None:
         return self._pointed("best")
 
@@ -119,6 +129,8 @@ class CheckpointStore:
         if not (temporary / TRAINER).exists():
             raise CheckpointError(f"the trainer wrote nothing to {temporary / TRAINER}")
         (temporary / STATE).write_bytes(_dump(asdict(state)))
+        sums = {str(p.relative_to(temporary)): _crc32(p) for p in _files(temporary / TRAINER)}
+        (temporary / CHECKSUMS).write_bytes(_dump(sums))
         sizes = {str(p.relative_to(temporary)): p.stat().st_size for p in _files(temporary) if p.name != STATE}
         (temporary / MANIFEST).write_bytes(_dump(sizes))
         _sync_tree(temporary)
@@ -167,6 +179,25 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     except (OSError, ValueError, TypeError):
         return None
     return Checkpoint(folder, state) if whole else None
+
+
+def verify_checkpoint(checkpoint: Checkpoint) -> None:
+    """Read every file of the trainer's part once. Raises CheckpointError naming the first whose bytes have changed."""
+    try:
+        sums = json.loads((checkpoint.folder / CHECKSUMS).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.folder / CHECKSUMS}: unreadable ({error})") from error
+    for name, expected in sums.items():
+        if _crc32(checkpoint.folder / name) != expected:
+            raise CheckpointError(f"{checkpoint.folder / name}: its bytes are not those that were saved; restore it")
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
 
 
 @contextmanager

@@ -139,6 +139,8 @@ class QueueRollout:
             while True:
                 if self._failure is not None:
                     raise self._failure
+                if not self._thread.is_alive():
+                    raise RL360Error("the rollout's thread has ended; its log is in logs/driver.log")
                 if (group := self._take(purpose)) is not None:
                     del self._groups[group.spec.group_id]
                     return Group(group.spec, tuple(group.finished[a.attempt_id] for a in group.spec.attempts))

@@ -61,15 +61,16 @@ async def _scores(name: str, reward: Reward, task: Task, attempts: Sequence[Atte
     try:
         async with asyncio.timeout(REWARD_DEADLINE_S):
             scores = list(await reward.score(task, attempts, REWARD_DEADLINE_S))
+        finite = [math.isfinite(score.shaped) for score in scores]  # what is no Score, or holds no number, ends here
     except TimeoutError:
         cause, valid = f"reward_{name}_timeout", not reward.required
-    except Exception as error:  # a user's code: whatever it raises costs its score, not the run
+    except (Exception, SystemExit) as error:  # a user's code: whatever it raises costs its score, not the run
         log.exception("reward %s of task %s failed", name, task.task_id)
         cause = f"reward_{name}_{type(error).__name__}"
     else:
         cause = f"reward_{name}_not_finite" if len(scores) == len(attempts) else f"reward_{name}_count"
         if len(scores) == len(attempts):
-            return [s if math.isfinite(s.shaped) else _no_score(cause) for s in scores]
+            return [s if fine else _no_score(cause) for s, fine in zip(scores, finite, strict=True)]
     return [_no_score(cause, valid) for _ in attempts]
 
 

@@ -143,17 +143,18 @@ def _open_tries(path: Path, size: int) -> list[Started]:
                 case "outcome":
                     outcomes[row["try_id"]] = row
                 case "rollback":
-                    again = [try_id for try_id, o in outcomes.items() if _is_open_again(o, row["iteration"])]
+                    again = [try_id for try_id, o in outcomes.items() if _is_open_again(o, row)]
                     for try_id in again:
                         del outcomes[try_id]
     return [one for try_id, one in started.items() if try_id not in outcomes]
 
 
-def _is_open_again(outcome: Mapping[str, Any], resumed_iteration: int) -> bool:
+def _is_open_again(outcome: Mapping[str, Any], rollback: Mapping[str, Any]) -> bool:
     """As `Ledger` decides it."""
     if OutcomeKind(outcome["kind"]) in ANOTHER_TRY_MAY_FOLLOW:
         return False
-    return is_run_again(Purpose(outcome["purpose"]), outcome["iteration"], resumed_iteration)
+    purpose = Purpose(outcome["purpose"])
+    return is_run_again(purpose, outcome["iteration"], rollback["iteration"], rollback.get("last_evaluated"))
 
 
 def _line(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from rl360.diagnostics.recount import recount
 from rl360.engine.journal import Journal
 from rl360.engine.state import CheckpointStore
+from rl360.types import Purpose
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 120
@@ -191,7 +192,8 @@ def kill_after_attempts(arguments, environment, out: Path, iteration: int, attem
     )
 
     def reached() -> bool:
-        return sum(a.spec.iteration == iteration for a in Journal(out).read()) >= attempts
+        finished = [a.spec for a in Journal(out).read()]
+        return sum(s.iteration == iteration and s.purpose is Purpose.TRAIN for s in finished) >= attempts
 
     wait_for(reached, process)
     process.kill()
@@ -214,3 +216,39 @@ def decided(out: Path) -> dict[str, tuple[str, str | None]]:
         if row["event"] == "outcome" and row["kind"] != "requeued":
             found[row["attempt_id"]] = row["kind"], row["reason"]
     return found
+
+
+def test_a_run_that_is_going_on_keeps_its_resolved_yaml(tiny_llama_dir, tmp_path, environment):
+    out = tmp_path / "run"
+    with subprocess.Popen(
+        command(tiny_llama_dir, out, "iterations=40", "checkpoint.every=0"),
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        wait_for(lambda: (out / "metrics.jsonl").exists(), process)
+        before = (out / "resolved.yaml").read_text()
+        refused = finish(resume_command(out, "iterations=99"), environment, expect=1)
+        assert "in use by process" in refused.stderr
+        assert (out / "resolved.yaml").read_text() == before
+        assert not (out / "summary.json").exists()
+        process.kill()
+
+
+def test_an_evaluation_before_the_first_iteration_counts_once_through_a_kill(tiny_llama_dir, tmp_path, environment):
+    """Its checkpoint is the best so far and the one that the resume goes on from."""
+    out = tmp_path / "run"
+    numbers = (
+        "iterations=2",
+        "tasks=quickstart",
+        "evaluation=quickstart",
+        "evaluation.every=1",
+        "evaluation.at_start=true",
+        "evaluation.k=1",
+        "checkpoint.every=100",
+    )
+    kill_after_attempts(command(tiny_llama_dir, out, *numbers), environment, out, iteration=0, attempts=2)
+    finish(resume_command(out), environment)
+    assert json.loads((out / "summary.json").read_text())["attempts"]["evaluated"] == 12  # 3 evaluations of 4 tasks
+    assert recount(out).problems == []

@@ -45,7 +45,7 @@ def test_a_checkpoint_makes_the_journal_forget_what_it_covers(tmp_path):
     for iteration in (1, 2, 3):
         journal.append(make_attempt(make_spec(iteration=iteration)))
         journal.append(make_attempt(make_spec(iteration=iteration, purpose=Purpose.EVAL)))
-    journal.forget_before(2)
+    journal.forget_before(2, last_evaluated=2)
     assert [a.spec.attempt_id for a in journal.read()] == ["i2-a-0", "i3-a-0", "e3-a-0"]
     journal.append(make_attempt(make_spec(iteration=4)))
     assert len(journal.read()) == 4
@@ -143,8 +143,8 @@ def test_cut_takes_back_what_the_ledger_takes_back(tmp_path):
         for what, _ in rows:
             ledger.started(what if what is lost else what.spec)
         ledger.record([o for _, o in rows])
-        reopened = {one.try_id for one in ledger.rollback(2)}
-    trajectories.cut(2)
+        reopened = {one.try_id for one in ledger.rollback(2, last_evaluated=2)}
+    trajectories.cut(2, last_evaluated=2)
     left = {row["spec"]["try_id"] for row in trajectories.rows()}
     assert left == {"i0-a-0.t0", "e0-a-0.t0", "i1-a-0.t0", "e1-a-0.t0", "e2-a-0.t0", "i3-b-0.t0"}
     assert left.isdisjoint(reopened)

@@ -129,17 +129,19 @@ def test_a_broken_line_in_the_middle_is_reported_with_its_number(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("purpose", "iteration", "resumed", "again"),
+    ("purpose", "iteration", "resumed", "evaluated", "again"),
     [
-        (Purpose.TRAIN, 4, 5, False),
-        (Purpose.TRAIN, 5, 5, True),
-        (Purpose.EVAL, 5, 5, False),  # the evaluation at k comes before the checkpoint at k
-        (Purpose.EVAL, 6, 5, True),
-        (Purpose.EVAL, 0, 0, True),
+        (Purpose.TRAIN, 4, 5, None, False),
+        (Purpose.TRAIN, 5, 5, 5, True),
+        (Purpose.EVAL, 5, 5, 5, False),  # it was complete before the checkpoint at 5
+        (Purpose.EVAL, 5, 5, None, True),  # it was cut, or had not begun
+        (Purpose.EVAL, 6, 5, 5, True),
+        (Purpose.EVAL, 0, 0, None, True),
+        (Purpose.EVAL, 0, 0, 0, False),  # its best checkpoint is the one that the run goes on from
     ],
 )
-def test_what_a_resume_makes_again(purpose, iteration, resumed, again):
-    assert is_run_again(purpose, iteration, resumed) is again
+def test_what_a_resume_makes_again(purpose, iteration, resumed, evaluated, again):
+    assert is_run_again(purpose, iteration, resumed, evaluated) is again
 
 
 def test_rollback_opens_the_tries_of_iterations_that_run_again(tmp_path):

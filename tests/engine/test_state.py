@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl360.engine.state import CheckpointStore, RunState, only_writer, read_checkpoint
+from rl360.engine.state import CheckpointStore, RunState, only_writer, read_checkpoint, verify_checkpoint
 from rl360.errors import CheckpointError, RL360Error
 
 
@@ -261,3 +261,26 @@ def test_only_one_process_writes_a_run(tmp_path):
         assert f"in use by process {os.getpid()}" in other.stderr
     free = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert free.stdout == "mine\n"
+
+
+def test_flipped_bytes_are_noticed_before_a_run_goes_on(tmp_path):
+    store = CheckpointStore(tmp_path)
+    saved = store.save(RunState(1, 1), weights(1))
+    verify_checkpoint(saved)
+    victim = next(path for path in saved.trainer_folder.rglob("*") if path.is_file())
+    data = bytearray(victim.read_bytes())
+    data[0] ^= 0xFF
+    victim.write_bytes(data)  # the size is as it was
+    assert store.latest() is not None
+    with pytest.raises(CheckpointError, match=victim.name):
+        verify_checkpoint(store.latest())
+
+
+def test_a_cut_checkpoint_is_named(tmp_path):
+    store = CheckpointStore(tmp_path)
+    saved = store.save(RunState(1, 1), weights(1))
+    victim = next(path for path in saved.trainer_folder.rglob("*") if path.is_file())
+    victim.write_bytes(b"")
+    assert store.latest() is None
+    (line,) = store.damaged()
+    assert saved.folder.name in line

@@ -341,3 +341,47 @@ def test_a_group_reward_sees_the_whole_group(make_queue):
     )
     queue.submit(make_group(3))
     assert [a.reward for a in queue.next(0, 5.0).attempts] == [1.0, 11.0, 21.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        ([1.0], "reward_odd_AttributeError"),
+        ([True], "reward_odd_AttributeError"),
+        ([Score(raw=None, shaped="b")], "reward_odd_TypeError"),
+        ([Score(raw=None, shaped=float("nan"))], "reward_odd_not_finite"),
+        ([], "reward_odd_count"),
+        (SystemExit(1), "reward_odd_SystemExit"),
+        (ValueError("no"), "reward_odd_ValueError"),
+    ],
+)
+def test_a_reward_that_answers_badly_masks_the_attempt_and_the_run_goes_on(make_queue, answer, cause):
+    class Odd:
+        name, scope, required = "odd", "attempt", True
+
+        async def score(self, task, attempts, deadline_s):
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+    queue, _, _, _ = make_queue(
+        lambda spec: ({"reward": 1.0}, None), rewards={"verifier": MemoryReward(), "odd": Odd()}
+    )
+    queue.submit(make_group(1))
+    (attempt,) = queue.next(0, 5.0).attempts
+    assert (attempt.valid, attempt.reward, attempt.cause) == (False, None, cause)
+
+
+def test_a_group_reward_may_be_the_only_one_and_leaves_zeros_alone(make_queue):
+    class Rank:
+        name, scope, required = "rank", "group", True
+
+        async def score(self, task, attempts, deadline_s):
+            return [Score(raw=None, shaped=0.7) for _ in attempts]
+
+    def behave(spec):
+        return (None, "ContextLengthExceededError") if spec.attempt_id.endswith("-1") else ({"reward": 1.0}, None)
+
+    queue, _, _, _ = make_queue(behave, rewards={"rank": Rank()})
+    queue.submit(make_group(2))
+    assert [a.reward for a in queue.next(0, 5.0).attempts] == [0.7, 0.0]

@@ -26,6 +26,7 @@ def rollout_metrics(groups: Sequence[Group], kept: Sequence[Group], version: int
         "rollout/response_tokens_mean": _mean(a.num_sampled_tokens for a in valid),
         "rollout/turns_mean": _mean(len(a.turns) for a in valid),
         "rollout/truncated_share": _mean(float(a.truncated_turns > 0) for a in valid),
+        "rollout/format_failures_mean": _mean(_format_failures(a) for a in valid),
         "rollout/forks": float(sum(s.fork_reason is not None for a in attempts for s in a.segments)),
         "rollout/groups_kept": float(len(kept)),
         "rollout/groups": float(len(groups)),
@@ -39,6 +40,12 @@ def rollout_metrics(groups: Sequence[Group], kept: Sequence[Group], version: int
     found.update(_by_reward(valid))
     found.update(_by_domain(groups))
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _format_failures(attempt: Attempt) -> int | None:
+    """Replies of an attempt that its agent could not read; None for agents that do not count them."""
+    count = attempt.trial.agent_metadata.get("format_failures") if attempt.trial is not None else None
+    return count if isinstance(count, int) else None
 
 
 def outcome_metrics(outcomes: Iterable[Outcome]) -> dict[str, float]:

@@ -35,6 +35,9 @@ SCALARS = (
     Scalar("rollout/response_tokens_mean", "tokens", "Mean number of sampled tokens of an attempt"),
     Scalar("rollout/turns_mean", "turns", "Mean number of model calls of an attempt"),
     Scalar("rollout/truncated_share", "share", "Attempts in which a turn reached the token cap"),
+    Scalar(
+        "rollout/format_failures_mean", "replies", "Replies of an attempt that its agent could not read, on average"
+    ),
     Scalar("rollout/forks", "segments", "Segments that began because a request did not extend its history"),
     Scalar("rollout/groups", "groups", "Groups that were rolled out"),
     Scalar("rollout/groups_kept", "groups", "Groups that were trained on"),

@@ -89,7 +89,8 @@ async def test_a_command_that_kills_its_own_group_is_answered(start_sandbox: Any
 async def test_signals_are_at_their_defaults(start_sandbox: Any) -> None:
     s = await start_sandbox()
     text = await out(s, "grep SigIgn /proc/self/status")
-    assert int(text.split()[1], 16) == 0
+    standard = (1 << 31) - 1  # 1 to 31; a C library may be started with 32 and 33, its own, ignored
+    assert int(text.split()[1], 16) & standard == 0
 
 
 async def test_users(start_sandbox: Any) -> None:

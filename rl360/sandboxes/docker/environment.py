@@ -313,7 +313,10 @@ class DockerSandbox(DockerEnvironment):
 
         `/tests` goes unless the image brought it, so that planted hooks go with it. Altered programs stay.
         """
-        await checked("restart", "--time", "0", self._running().id, timeout_s=CALL_TIMEOUT_S)
+        # Not `restart`: a container with a busy process came back in a state that no command could enter (20.10).
+        await checked("kill", self._running().id, timeout_s=CALL_TIMEOUT_S)
+        await checked("wait", self._running().id, timeout_s=CALL_TIMEOUT_S)
+        await checked("start", self._running().id, timeout_s=CALL_TIMEOUT_S)
         await self._until_it_answers()
         await self._running().as_root(f"rm -rf /logs/verifier {'' if self._tests_in_image else '/tests'}")
         await self._make_reward_folder(verifier_user)

@@ -27,13 +27,14 @@ compile() { # NAME [EXTRA OPTIONS ...]: dev is compiled first and the others kee
         --override requirements/overrides.txt "$@" pyproject.toml requirements/build.in \
         --output-file "$out/$name.txt" >/dev/null
 }
-compile dev --extra local --extra daytona --extra dev
+compile dev --extra local --extra daytona --extra cluster --extra dev
 compile daytona --extra local --extra daytona --constraint "$out/dev.txt"
+compile cluster --extra local --extra cluster --constraint "$out/dev.txt"
 compile local --extra local --constraint "$out/dev.txt"
 compile base --constraint "$out/dev.txt"
 
 status=0
-for name in base local daytona dev; do
+for name in base local daytona cluster dev; do
     # Comments name the paths of this run's own files; what asks for a package is in `uv pip tree`.
     {
         echo "# Written by scripts/lock.sh (make lock) from pyproject.toml. Install with --no-deps --require-hashes:"

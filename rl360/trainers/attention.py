@@ -4,7 +4,7 @@ In: the trees of a `MicroBatch`, then per layer q, k, v with rotary embedding ap
 same packing. Left to others: the layout (packing.py), projections (models/decoder.py).
 
 On the CPU every tree is two dense calls: its prefix, and its branches padded to the longest one, which attend to
-[prefix K/V ; own K/V]. On CUDA it is one call of torch.nn.attention.varlen, which has no shared prefix, so a trainer on
+[prefix K/V ; own K/V]. On CUDA it is one call of a kernel for packed sequences, which has no shared prefix, so a trainer on
 CUDA packs without sharing.
 
 Axes: N packed tokens, H query heads, K key/value heads, D head width, B branches, L longest branch, P prefix.
@@ -146,7 +146,7 @@ def _masked(q_BLHD: Tensor, k_BCKD: Tensor, v_BCKD: Tensor, mask_LC: Tensor) -> 
 
 def varlen_attend(trees: SequenceABC[Tree], device: torch.device) -> Attend:
     """CUDA's `attend` (bf16 or fp16): packed sequences, each causal. Trees must have no prefix."""
-    from torch.nn.attention.varlen import varlen_attn
+    from rl360.models.megatron.attention_cuda import attend_varlen
 
     assert all(tree.prefix_length == 0 for tree in trees), "varlen attention has no shared prefix"
     lengths = torch.tensor([length for tree in trees for length in tree.branch_lengths], dtype=torch.int32)
@@ -154,9 +154,6 @@ def varlen_attend(trees: SequenceABC[Tree], device: torch.device) -> Attend:
     longest = int(lengths.max())
 
     def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-        # window (-1, 0): all of the past, none of the future.
-        out = varlen_attn(q_NHD, k_NKD, v_NKD, bounds, bounds, longest, longest, window_size=(-1, 0))
-        assert isinstance(out, Tensor)
-        return out
+        return attend_varlen(q_NHD, k_NKD, v_NKD, bounds, bounds, longest, longest)
 
     return attend

@@ -4,8 +4,8 @@ In: the trees of a `MicroBatch`, then per layer q, k, v with rotary embedding ap
 same packing. Left to others: the layout (packing.py), projections (models/decoder.py).
 
 On the CPU every tree is two dense calls: its prefix, and its branches padded to the longest one, which attend to
-[prefix K/V ; own K/V]. On CUDA it is one call of a kernel for packed sequences, which has no shared prefix, so a trainer on
-CUDA packs without sharing.
+[prefix K/V ; own K/V]. On CUDA it is one call of a kernel for packed sequences, which has no shared prefix, so a
+trainer on CUDA packs without sharing.
 
 Axes: N packed tokens, H query heads, K key/value heads, D head width, B branches, L longest branch, P prefix.
 """

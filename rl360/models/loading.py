@@ -11,20 +11,18 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl360.errors import CheckpointError, ConfigError
+from rl360.errors import ConfigError
 from rl360.models.decoder import Decoder, DecoderConfig
+from rl360.models.weight_files import WEIGHTS_FILE, locate_tensors
 
 CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 # Everything beside the weights that a reader of the folder needs; copied as it is when present.
 COMPANION_FILES = (
     "generation_config.json",
@@ -38,8 +36,6 @@ COMPANION_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# The one tensor that older checkpoints hold although it is computed from the config.
-IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -106,52 +102,13 @@ def load_weights(decoder: Decoder, folder: Path | str) -> None:
     """
     folder = Path(folder)
     parameters = dict(decoder.named_parameters())
-    located: dict[str, Path] = {}
-    for file in _weight_files(folder):
-        for name, shape in _tensor_shapes(file):
-            if name.endswith(IGNORED_SUFFIX) or (name == "lm_head.weight" and decoder.config.tie_word_embeddings):
-                continue
-            if name not in parameters:
-                raise CheckpointError(f"{file}: tensor {name} is not in a {decoder.config.model_type} of this config")
-            expected = tuple(parameters[name].shape)
-            if shape != expected:
-                raise CheckpointError(
-                    f"{file}: tensor {name} has shape {list(shape)}, config.json gives {list(expected)}"
-                )
-            located[name] = file
-    missing = [name for name in parameters if name not in located]
-    if missing:
-        raise CheckpointError(f"{folder}: tensor {missing[0]} is in no file ({len(missing)} missing in all)")
+    expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    located = locate_tensors(folder, expected, decoder.config.tie_word_embeddings, decoder.config.model_type)
     for file in sorted(set(located.values())):
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                 if located.get(name) == file:
                     parameters[name].copy_(tensors.get_tensor(name))
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index}: unreadable index ({error!r})") from None
-        files = [folder / name for name in names]
-    else:
-        files = [folder / WEIGHTS_FILE]
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"{file}: not found; expected {WEIGHTS_FILE}, or shards named by {INDEX_FILE}")
-    return files
-
-
-def _tensor_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    try:
-        with safe_open(str(file), framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                yield name, tuple(tensors.get_slice(name).get_shape())
-    except SafetensorError as error:
-        raise CheckpointError(f"{file}: unreadable safetensors file ({error})") from None
 
 
 def save_hf(decoder: Decoder, folder: Path | str, source: Path | str) -> Path:

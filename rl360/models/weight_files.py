@@ -1,0 +1,131 @@
+"""The tensors of a Hugging Face folder, by name and by slice, checked against the chosen architecture first.
+
+In: a folder with *.safetensors (one file, or shards with an index) and a `DecoderConfig`. Out: which file holds which
+tensor, and slices read from it without loading the rest. Left to others: what the slices are for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from rl360.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rl360.models.decoder import DecoderConfig
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# The one tensor that older checkpoints hold although it is computed from the config.
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
+
+
+def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of this architecture holds, in the order of the layers."""
+    hidden, width = config.hidden_size, config.intermediate_size
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        found[f"{prefix}input_layernorm.weight"] = (hidden,)
+        found[f"{prefix}self_attn.q_proj.weight"] = (query, hidden)
+        found[f"{prefix}self_attn.k_proj.weight"] = (key, hidden)
+        found[f"{prefix}self_attn.v_proj.weight"] = (key, hidden)
+        found[f"{prefix}self_attn.o_proj.weight"] = (hidden, query)
+        if config.qk_norm:
+            found[f"{prefix}self_attn.q_norm.weight"] = (config.head_dim,)
+            found[f"{prefix}self_attn.k_norm.weight"] = (config.head_dim,)
+        found[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+        found[f"{prefix}mlp.gate_proj.weight"] = (width, hidden)
+        found[f"{prefix}mlp.up_proj.weight"] = (width, hidden)
+        found[f"{prefix}mlp.down_proj.weight"] = (hidden, width)
+    found["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        found["lm_head.weight"] = (config.vocab_size, hidden)
+    return found
+
+
+def locate_tensors(
+    folder: Path, expected: Mapping[str, tuple[int, ...]], tied: bool, what: str = "model"
+) -> dict[str, Path]:
+    """The file of every expected tensor, from the files' headers alone.
+
+    `tied`: a stored `lm_head.weight` is a copy of the embedding, and left out. Raises `CheckpointError` naming the
+    first tensor that is missing, unknown or of another shape, and its file.
+    """
+    located: dict[str, Path] = {}
+    for file in weight_files(folder):
+        for name, shape in tensor_shapes(file):
+            if name.endswith(IGNORED_SUFFIX) or (name == "lm_head.weight" and tied):
+                continue
+            if name not in expected:
+                raise CheckpointError(f"{file}: tensor {name} is not in a {what} of this config")
+            if shape != expected[name]:
+                raise CheckpointError(
+                    f"{file}: tensor {name} has shape {list(shape)}, config.json gives {list(expected[name])}"
+                )
+            located[name] = file
+    missing = [name for name in expected if name not in located]
+    if missing:
+        raise CheckpointError(f"{folder}: tensor {missing[0]} is in no file ({len(missing)} missing in all)")
+    return located
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that the index names, or the only one. Raises `CheckpointError` for one that is missing."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index}: unreadable index ({error!r})") from None
+        files = [folder / name for name in names]
+    else:
+        files = [folder / WEIGHTS_FILE]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file}: not found; expected {WEIGHTS_FILE}, or shards named by {INDEX_FILE}")
+    return files
+
+
+def tensor_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes from one file's header. Needs no torch: `rl360 check` asks."""
+    try:
+        with safe_open(str(file), framework="np") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                yield name, tuple(tensors.get_slice(name).get_shape())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: unreadable safetensors file ({error})") from None
+
+
+class WeightFiles:
+    """An HF folder's tensors, open for reading; a context manager. The files are mapped, not loaded."""
+
+    def __init__(self, folder: Path | str, config: DecoderConfig):
+        self.folder = Path(folder)
+        self.shapes = expected_tensors(config)
+        self.files = locate_tensors(self.folder, self.shapes, config.tie_word_embeddings, config.model_type)
+        self._stack = ExitStack()
+        self._open: dict[Path, Any] = {}
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def read(self, name: str, axis: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        """The slice [start, stop) along `axis` (0 or 1) of a tensor, in the dtype that the file holds."""
+        file = self.files[name]
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(str(file), framework="pt"))
+        whole = self._open[file].get_slice(name)
+        return whole[start:stop] if axis == 0 else whole[:, start:stop]

@@ -11,100 +11,21 @@ any number of sequences, H query heads, K key/value heads, D head width.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
-from rl360.errors import ConfigError
+from rl360.models.architecture import SUPPORTED_MODEL_TYPES, DecoderConfig
 from rl360.models.fused import rms_norm, swiglu_down
 from rl360.models.linear import as_one, joined_linear, linear
 
+__all__ = ["SUPPORTED_MODEL_TYPES", "Attend", "Decoder", "DecoderConfig", "RMSNorm", "causal_attend"]
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_NHD, k_NKD, v_NKD) -> out_NHD. Rotary embedding is already applied to q and k."""
-
-# Architectures whose tensors and arithmetic this decoder reproduces; anything else is refused, not guessed.
-SUPPORTED_MODEL_TYPES = ("llama", "qwen3", "k2_horizon")
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderConfig:
-    """The numbers of one architecture, from a Hugging Face config.json."""
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_positions: int
-    tie_word_embeddings: bool
-    qk_norm: bool = False  # Qwen3: RMSNorm over each head of q and k
-    norm_groups: int = 1  # K2 Horizon: the hidden values are normalised in this many contiguous groups
-    initializer_range: float = 0.02
-    eos_token_ids: tuple[int, ...] = ()
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
-        """Read a parsed config.json. Raises `ConfigError` naming everything that this decoder cannot compute."""
-        problems = [
-            f"{where}: {key} is missing; a Llama-like config.json has it"
-            for key in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-            if raw.get(key) is None
-        ]
-        if raw.get("num_attention_heads") is None:
-            problems.append(f"{where}: num_attention_heads is missing; a Llama-like config.json has it")
-        if problems:
-            raise ConfigError(problems)
-
-        model_type = raw["model_type"]
-        if model_type not in SUPPORTED_MODEL_TYPES:
-            problems.append(f"{where}: model_type {model_type!r}; expected one of {', '.join(SUPPORTED_MODEL_TYPES)}")
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
-            problems.append(f"{where}: rope type {rope_type!r}; only 'default' (unscaled) is computed here")
-        for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
-            if raw.get(key):
-                problems.append(f"{where}: {key} is true; this decoder has neither biases nor a sliding window")
-        if raw.get("hidden_act", "silu") != "silu":
-            problems.append(f"{where}: hidden_act {raw['hidden_act']!r}; expected 'silu'")
-        num_heads = raw["num_attention_heads"]
-        num_kv_heads = raw.get("num_key_value_heads") or num_heads
-        if num_heads % num_kv_heads:
-            problems.append(f"{where}: {num_heads} heads do not divide into {num_kv_heads} key/value heads")
-        norm_groups = raw.get("layernorm_num_groups") or 1
-        if raw["hidden_size"] % norm_groups:
-            problems.append(f"{where}: hidden_size {raw['hidden_size']} does not divide into {norm_groups} norm groups")
-        if problems:
-            raise ConfigError(problems)
-
-        eos = raw.get("eos_token_id")
-        return cls(
-            model_type=model_type,
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-            max_positions=raw.get("max_position_embeddings", 2048),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qk_norm=model_type == "qwen3",
-            norm_groups=norm_groups,
-            initializer_range=raw.get("initializer_range", 0.02),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        )
 
 
 class RMSNorm(nn.Module):

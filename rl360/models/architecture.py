@@ -1,0 +1,127 @@
+"""The numbers of one architecture, read from a Hugging Face config.json. Needs no torch: `rl360 check` uses it.
+
+In: a parsed config.json. Out: `DecoderConfig`, or everything that makes this no model of ours. Tensors are left to
+rl360.models.weight_files, arithmetic to rl360.models.decoder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl360.errors import ConfigError
+
+# Architectures whose tensors and arithmetic are reproduced here; anything else is refused, not guessed.
+SUPPORTED_MODEL_TYPES = ("llama", "qwen3", "k2_horizon")
+DEFAULT_ROPE_THETA = 10000.0  # transformers' own, for a Llama that says nothing
+# Switches of these families that change the arithmetic, and are computed nowhere here.
+REFUSED_WHEN_SET = {
+    "attention_bias": "projections have no bias here",
+    "mlp_bias": "projections have no bias here",
+    "use_sliding_window": "attention sees the whole sequence here",
+    "num_experts": "the feed-forward part is dense here",
+    "num_shared_experts": "the feed-forward part is dense here",
+    "mova_num_experts": "values have no experts here",
+    "query_key_norm": "only qwen3 has norms on q and k here",
+    "attention_gate_func": "attention has no output gate here",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """The numbers of one architecture, from a Hugging Face config.json."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_positions: int
+    tie_word_embeddings: bool
+    qk_norm: bool = False  # Qwen3: RMSNorm over each head of q and k
+    norm_groups: int = 1  # K2 Horizon: the hidden values are normalised in this many contiguous groups
+    initializer_range: float = 0.02
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
+        """Read a parsed config.json. Raises `ConfigError` naming everything that this decoder cannot compute."""
+        problems = [
+            f"{where}: {key} is missing; a Llama-like config.json has it"
+            for key in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+            if raw.get(key) is None
+        ]
+        if raw.get("num_attention_heads") is None:
+            problems.append(f"{where}: num_attention_heads is missing; a Llama-like config.json has it")
+        if problems:
+            raise ConfigError(problems)
+
+        model_type = raw["model_type"]
+        if model_type not in SUPPORTED_MODEL_TYPES:
+            problems.append(f"{where}: model_type {model_type!r}; expected one of {', '.join(SUPPORTED_MODEL_TYPES)}")
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type != "default":
+            problems.append(f"{where}: rope type {rope_type!r}; only 'default' (unscaled) is computed here")
+        if len(thetas := rope_thetas(raw)) > 1:
+            problems.append(f"{where}: rope_theta is {thetas[0]:g}, rope_parameters say {thetas[1]:g}; expected one")
+        if model_type == "k2_horizon" and not thetas:
+            problems.append(f"{where}: no rope_theta; K2 Horizon's is 1e7, and nothing else would do")
+        problems += [
+            f"{where}: {key} is {json.dumps(raw[key])}; {why}"
+            for key, why in REFUSED_WHEN_SET.items()
+            if raw.get(key) and raw[key] != "none"
+        ]
+        problems += [
+            f"{where}: {key} is {json.dumps(value)}; nothing is multiplied here"
+            for key, value in raw.items()
+            if key.endswith("_multiplier") and value not in (None, 1)
+        ]
+        if raw.get("hidden_act", "silu") != "silu":
+            problems.append(f"{where}: hidden_act {raw['hidden_act']!r}; expected 'silu'")
+        num_heads = raw["num_attention_heads"]
+        num_kv_heads = raw.get("num_key_value_heads") or num_heads
+        if num_heads % num_kv_heads:
+            problems.append(f"{where}: {num_heads} heads do not divide into {num_kv_heads} key/value heads")
+        norm_groups = raw.get("layernorm_num_groups") or 1
+        if raw["hidden_size"] % norm_groups:
+            problems.append(f"{where}: hidden_size {raw['hidden_size']} does not divide into {norm_groups} norm groups")
+        head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
+        if (rotated := raw.get("rope_head_dim") or head_dim) != head_dim:
+            problems.append(f"{where}: rope_head_dim {rotated} of head_dim {head_dim}; whole heads are rotated here")
+        if problems:
+            raise ConfigError(problems)
+
+        eos = raw.get("eos_token_id")
+        return cls(
+            model_type=model_type,
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=thetas[0] if thetas else DEFAULT_ROPE_THETA,
+            max_positions=raw.get("max_position_embeddings", 2048),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qk_norm=model_type == "qwen3",
+            norm_groups=norm_groups,
+            initializer_range=raw.get("initializer_range", 0.02),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        )
+
+
+def rope_thetas(raw: Mapping[str, Any]) -> list[float]:
+    """The different values that a config.json gives for the rotary base: older files at the top, newer ones inside."""
+    inside = [raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    found = [float(place["rope_theta"]) for place in (raw, *inside) if place.get("rope_theta")]
+    return list(dict.fromkeys(found))

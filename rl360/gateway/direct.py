@@ -72,6 +72,8 @@ class DirectGateway:
         self._request_timeout_s = request_timeout_s
         self._call_timeout_s = call_timeout_s
         self._group = worker_group_factory(target=PROXY, size=1, kwargs=kwargs, name="proxy")
+        self._engine_urls: list[str] | None = None  # what `set_engines` said last; None: what the proxy started with
+        self._started = False
         self._url = ""
         self._lives = 0  # how often the proxy was started again
         self._restarting = asyncio.Lock()
@@ -79,7 +81,25 @@ class DirectGateway:
     async def start(self) -> None:
         """Start the proxy process. Raises what its start raised."""
         await asyncio.to_thread(self._group.start)
+        await self._greet()
+        self._started = True
+
+    async def _greet(self) -> None:
+        """Where a new proxy listens; and what it does not know yet."""
         self._url = str(await self._group.call(0, "url", timeout_s=self._call_timeout_s))
+        if self._engine_urls is not None:
+            await self._group.call(0, "set_engines", self._engine_urls, timeout_s=self._call_timeout_s)
+
+    async def set_engines(self, urls: Sequence[str]) -> None:
+        """The serving set from now on; callable from any event loop, before `start` too. A proxy that is just dying
+        learns it when it is started again."""
+        self._engine_urls = list(urls)
+        if not self._started:
+            return
+        try:
+            await self._group.call(0, "set_engines", self._engine_urls, timeout_s=self._call_timeout_s)
+        except (InfrastructureError, TimeoutError) as error:
+            log.warning("the session proxy was not told of the serving set: %s", error)
 
     async def open(self, spec: AttemptSpec) -> str:
         """Open a session; on a new proxy where the old one turns out to be dead."""
@@ -132,7 +152,7 @@ class DirectGateway:
             log.error("the session proxy died or hangs; starting it again, its open sessions are lost")
             try:
                 await asyncio.to_thread(self._group.restart, 0)
-                self._url = str(await self._group.call(0, "url", timeout_s=self._call_timeout_s))
+                await self._greet()
             except (RL360Error, TimeoutError) as error:
                 raise InfrastructureError(
                     "proxy_start", f"the session proxy cannot be started again: {error}"

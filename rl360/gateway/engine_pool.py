@@ -127,10 +127,12 @@ def first_stop(ids: Sequence[int], sampling: Sampling, decode: Callable[[Sequenc
 
 
 class EnginePool:
-    """The serving set. A session stays with its engine (and its prefix cache) unless that one fails.
+    """The serving set. A session stays with its engine (and its prefix cache) unless that one fails or leaves the set.
+
+    While the set is empty (its only engine is being replaced), requests wait for the next one, within their deadline.
 
     Args:
-        engines: all of one model; at least one.
+        engines: all of one model.
         timeout_s: of one turn, with every resumption and failover in it.
         decode: text of ids, special tokens included; None: stops across an interruption are not found.
     """
@@ -144,6 +146,22 @@ class EnginePool:
         self._affinity: dict[str, _Load] = {}
         self._texts: dict[str, IdText] = {}
         self._aborts: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [load.engine for load in self._loads]
+
+    def set_engines(self, engines: Sequence[Engine]) -> None:
+        """The serving set from now on. Engines that stay (the same objects) keep their sessions; sessions of one that
+        left find another at their next request, and a request that runs on it ends as that engine lets it."""
+        kept = {id(load.engine): load for load in self._loads}
+        self._loads = [kept.get(id(engine)) or _Load(engine) for engine in engines]
+        for session, load in list(self._affinity.items()):
+            if load not in self._loads:
+                self._leave(session)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def generate(
         self, session: str, rid: str, prompt_ids: array[int], sampling: Sampling, max_new_tokens: int, seed: int
@@ -153,7 +171,8 @@ class EnginePool:
             async with asyncio.timeout(self._timeout_s):
                 return await self._generate(session, rid, prompt_ids, sampling, max_new_tokens, seed)
         except TimeoutError as error:
-            where = self._affinity[session].engine.url
+            load = self._affinity.get(session)
+            where = load.engine.url if load else "no engine serves: the set is empty"
             raise EngineError("engine_timeout", f"{where}: no answer within {self._timeout_s:g} s") from error
 
     def forget(self, session: str) -> None:
@@ -212,18 +231,21 @@ class EnginePool:
         failed: list[_Load] = []
         again = False
         while True:
+            while not self._loads:
+                await self._changed.wait()
             load = self._choose(session, failed)
             load.open_requests += 1
             try:
                 raw = await load.engine.generate(ids, params, rid)
                 return read_reply(raw, load.engine.url), load.engine.url
             except EngineError as error:
-                failed.append(load)
-                if len(failed) == len(self._loads) and error.cause == "engine_refused" and not again:
+                failed = [one for one in self._loads if one in failed or one is load]  # some may have left
+                all_failed = bool(self._loads) and len(failed) == len(self._loads)
+                if all_failed and error.cause == "engine_refused" and not again:
                     # Also what a server looks like that closed an idle connection just as this request used it.
                     again = True
                     failed.clear()
-                elif error.cause == "engine_timeout" or len(failed) == len(self._loads):
+                elif error.cause == "engine_timeout" or all_failed:
                     raise
             except asyncio.CancelledError:
                 self._abort_soon(load.engine, rid)

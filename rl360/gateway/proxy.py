@@ -88,9 +88,7 @@ class ProxyWorker:
         loop = asyncio.get_running_loop()
         tokenizer = await loop.run_in_executor(self._executor, TextTokenizer.from_folder, self._tokenizer_dir)
         template = await loop.run_in_executor(self._executor, ChatTemplate, tokenizer)
-        self._engines: list[Engine] = [
-            HttpEngine(url, request_timeout_s=self._timeout_s, api_key=self._api_key) for url in self._engine_urls
-        ]
+        self._engines: list[Engine] = [self._client(url) for url in self._engine_urls]
         pool = EnginePool(self._engines, self._timeout_s, tokenizer.decode)
         self._services = Services(tokenizer, template, self._parser, pool, self._executor)
         self._log = SessionLog(self._log_dir / "sessions.jsonl")
@@ -105,6 +103,18 @@ class ProxyWorker:
         await site.start()
         self._port = self._runner.addresses[0][1]
         log.info("proxy listens on %s for %d engine(s)", self.url(), len(self._engines))
+
+    def _client(self, url: str) -> Engine:
+        return HttpEngine(url, request_timeout_s=self._timeout_s, api_key=self._api_key)
+
+    async def set_engines(self, urls: Sequence[str]) -> None:
+        """The serving set from now on. What runs on an engine that left is cut off and asked of another."""
+        left = [engine for engine in self._engines if engine.url not in urls]
+        stayed = {engine.url: engine for engine in self._engines if engine.url in urls}
+        self._engines = [stayed.get(url) or self._client(url) for url in dict.fromkeys(urls)]
+        self._services.pool.set_engines(self._engines)
+        log.info("the serving set is %s", ", ".join(urls) or "empty")
+        await asyncio.gather(*(engine.close() for engine in left), return_exceptions=True)
 
     def url(self) -> str:
         return f"http://{self._host}:{self._port}"

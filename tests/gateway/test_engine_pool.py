@@ -219,3 +219,45 @@ def test_seeds_depend_on_every_part() -> None:
     assert len(seeds) == 900
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert mix_seed(1, 23) != mix_seed(12, 3)
+
+
+async def test_an_engine_that_leaves_takes_no_new_request_and_a_newcomer_does() -> None:
+    models = [stub(), stub()]
+    engines = [StubEngine(model, f"stub://{index}") for index, model in enumerate(models)]
+    pool = EnginePool(engines, 5)
+    first = await generate(pool)
+    left = next(engine for engine in engines if engine.url == first.engine_url)
+    stayed = next(engine for engine in engines if engine.url != first.engine_url)
+    pool.set_engines([stayed])
+    assert (await generate(pool)).engine_url == stayed.url
+    assert left.model.num_requests == 1
+    pool.set_engines([stayed, left])
+    assert (await generate(pool)).engine_url == stayed.url  # a session stays where its cache is
+    assert (await generate(pool, "another")).engine_url == left.url
+
+
+async def test_an_empty_serving_set_is_waited_for() -> None:
+    model = stub()
+    pool = EnginePool([], 5)
+    waiting = asyncio.create_task(generate(pool))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    pool.set_engines([StubEngine(model)])
+    assert (await waiting).token_ids == list(model.samples[0].ids)
+    with pytest.raises(EngineError, match="no engine serves") as caught:
+        await generate(EnginePool([], 0.05))
+    assert caught.value.cause == "engine_timeout"
+
+
+async def test_the_only_engine_dies_is_dropped_and_replaced_within_the_turn() -> None:
+    dead, new = stub(), stub()
+    dead.faults.extend([Fault("refused")] * 9)
+    pool = EnginePool([StubEngine(dead, "stub://dead")], 5)
+    turn = asyncio.create_task(generate(pool))
+    await asyncio.sleep(0.05)  # refused once, about to ask again
+    pool.set_engines([])
+    await asyncio.sleep(0.3)
+    assert not turn.done()
+    pool.set_engines([StubEngine(new, "stub://new")])
+    assert (await turn).engine_url == "stub://new"
+    assert dead.num_requests == 1

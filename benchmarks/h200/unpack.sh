@@ -1,7 +1,8 @@
 # Sourced on a CUDA host without a package index: unpack the offline bundle and bubblewrap, and put both on the path.
 #
 # In: /tmp/rl360-parts/bundle.part* (tar.xz in pieces), Debian's bubblewrap and libcap2 packages beside them, and extra/ with
-# Python packages that the host lacks for the tests (pytest-asyncio).
+# Python packages that the host lacks for the tests (pytest-asyncio); where there are flash.part* (tar.xz of a pip --target
+# folder with flash-attn-4 4.0.0b19 and nvidia-cutlass-dsl's libraries for CUDA 13, which the bundle leaves out), those too.
 # Out: /tmp/rl360/site with SGLang, Megatron, Ray, Harbor and the rest; bwrap; the model as an HF folder in $RL360_MODELS.
 set -euo pipefail
 parts=/tmp/rl360-parts
@@ -9,9 +10,14 @@ if [ ! -e /tmp/rl360/ready ]; then
     mkdir -p /tmp/rl360
     cat "$parts"/bundle.part* | xz -T0 -d | tar x -C /tmp/rl360
     for package in "$parts"/*.deb; do dpkg -x "$package" /tmp/rl360/debian; done
+    if ls "$parts"/flash.part* >/dev/null 2>&1; then
+        mkdir -p /tmp/rl360/flash
+        cat "$parts"/flash.part* | xz -T0 -d | tar x -C /tmp/rl360/flash
+    fi
     touch /tmp/rl360/ready
 fi
-export PYTHONPATH="$PWD:/tmp/rl360/site:$parts/extra${PYTHONPATH:+:$PYTHONPATH}"
+flash=/tmp/rl360/flash
+export PYTHONPATH="$PWD:$flash:$flash/nvidia_cutlass_dsl/dsl_packages:/tmp/rl360/site:$parts/extra${PYTHONPATH:+:$PYTHONPATH}"
 export PATH="/tmp/rl360/site/bin:/tmp/rl360/debian/usr/bin:$PATH"
 export LD_LIBRARY_PATH="/tmp/rl360/debian/lib/x86_64-linux-gnu:/tmp/rl360/debian/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export HARBOR_TELEMETRY=0 LITELLM_LOCAL_MODEL_COST_MAP=True TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1

@@ -1,0 +1,307 @@
+"""One GRPO train step of trainer=megatron on a GPU: tokens/s, peak memory, MFU, and the share of the card's roofline.
+
+    python benchmarks/train_step.py --layers 20 --lengths 8192 --json out.json
+    python benchmarks/train_step.py --layers 36 --num-gpus 2 --tensor-parallel 2 --lengths 8192
+
+Random weights of Qwen3-8B's shapes (or --config of another model), random tokens, real AdamW steps. Ranks run as
+they do in a run: processes of a `WorkerGroup`. A step is `--micro-batches` micro-batches of the given sequences.
+
+The roofline is measured on the same card just before: the products of every linear layer (forward, gradient of the
+input, gradient of the weight added in fp32), of the head, and the attention kernel, forward and backward, each at the
+shape that the step uses and timed alone. Their sum is the least time of the step on this card; nothing else of the step
+(norms, rotary embedding, SwiGLU, softmax of the head, optimizer) is in it.
+
+MFU counts: 6 FLOPs a matrix parameter and token (embedding excluded; the head only for positions that predict a
+trained token), attention at half of the full square, 3.5 times 4 x pairs x heads x head width for forward and backward
+together is what a kernel does with its recomputation; counted here is the model's own 3 times. Peak: 989 TFLOP/s, one
+H100 or H200 SXM, bf16 without sparsity (NVIDIA's data sheet).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from rl360.algorithms.grpo import GRPO  # noqa: E402
+from rl360.engine.workers import LocalWorkerGroup  # noqa: E402
+from rl360.models.decoder import DecoderConfig  # noqa: E402
+from rl360.types import Batch  # noqa: E402
+from rl360.types import Sequence as TokenSequence  # noqa: E402
+
+PEAK_FLOPS = 989e12
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "initializer_range": 0.02,
+}
+
+
+def main() -> None:
+    args = parse()
+    config = QWEN3_8B if args.config is None else json.loads(args.config.read_text())
+    config = {**config, "num_hidden_layers": args.layers or config["num_hidden_layers"]}
+    shape = DecoderConfig.from_hf(config)
+    with tempfile.TemporaryDirectory(prefix="rl360-train-step-") as scratch:
+        folder = Path(scratch) / "model"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        found: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(args).items()}, "layers": shape.num_layers}
+        if not args.no_roofline:
+            found["roofline"] = measured_roofline(shape, args, Path(scratch))
+        found |= measured_steps(shape, args, folder, Path(scratch))
+    found |= derived(shape, args, found)
+    report(found)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, help="config.json of another model")
+    parser.add_argument("--layers", type=int, default=0, help="0: all of the model's")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192], help="sequences of one micro-batch")
+    parser.add_argument("--prompt-share", type=float, default=0.125, help="of each sequence that is not trained on")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of one step and data-parallel rank")
+    parser.add_argument("--num-gpus", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--context-parallel", type=int, default=1)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--recompute", default="none", choices=["none", "core_attn", "full"])
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--logprob-chunk", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--no-roofline", action="store_true")
+    parser.add_argument("--trainer", type=json.loads, default={}, help="further keys of the trainer, as JSON")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    args.data_parallel = args.num_gpus // (args.tensor_parallel * args.context_parallel * args.pipeline_parallel)
+    return args
+
+
+# ---- the steps
+
+
+def measured_steps(shape: DecoderConfig, args: argparse.Namespace, folder: Path, scratch: Path) -> dict[str, Any]:
+    from rl360.trainers.megatron.trainer import MegatronTrainer
+
+    trainer = MegatronTrainer(
+        learning_rate=1e-6,
+        max_tokens_per_gpu=-(-sum(args.lengths) // args.context_parallel),
+        logprob_chunk_tokens=args.logprob_chunk,
+        num_gpus=args.num_gpus,
+        tensor_parallel_size=args.tensor_parallel,
+        context_parallel_size=args.context_parallel,
+        pipeline_parallel_size=args.pipeline_parallel,
+        recompute=args.recompute,
+        compile=not args.no_compile,
+        **args.trainer,
+        model_dir=folder,
+        random_init_seed=0,
+        algorithm=GRPO(),
+        log_dir=scratch / "logs",
+    )
+    rows = []
+    try:
+        trainer.start()
+        for number in range(args.warmup + args.steps):
+            metrics = dict(trainer.step(random_batch(shape, args, seed=number)).metrics)
+            print(f"step {number}: {metrics['time/train_s']:.3f} s", file=sys.stderr, flush=True)
+            rows.append(metrics)
+    except BaseException:
+        for log in sorted((scratch / "logs").glob("*.log")):
+            print(f"--- {log.name}\n{log.read_text()[-4000:]}", file=sys.stderr)
+        raise
+    finally:
+        trainer.close()
+    counted = rows[args.warmup :]
+    return {"step_s": statistics.median(row["time/train_s"] for row in counted), "metrics": counted}
+
+
+def random_batch(shape: DecoderConfig, args: argparse.Namespace, seed: int) -> Batch:
+    """`micro_batches` x data ranks x lengths sequences; behaviour logprobs are those of a uniform policy."""
+    draw = np.random.default_rng(seed)
+    lengths = [n for _ in range(args.micro_batches * args.data_parallel) for n in args.lengths]
+    trained = [n - max(1, int(n * args.prompt_share)) for n in lengths]
+    sequences = []
+    for number, (length, count) in enumerate(zip(lengths, trained, strict=True)):
+        mask = np.arange(length) >= length - count
+        sequences.append(
+            TokenSequence(
+                token_ids_T=draw.integers(0, shape.vocab_size, length, dtype=np.int32),
+                loss_mask_T=mask,
+                behaviour_logprobs_T=np.where(mask, -np.log(shape.vocab_size), 0.0).astype(np.float32),
+                advantages_T=np.full(length, draw.normal(), dtype=np.float32),
+                weights_T=np.where(mask, 1.0 / sum(trained), 0.0).astype(np.float32),
+                temperature=1.0,
+                group_id=f"g{number}",
+                attempt_id=f"a{number}",
+            )
+        )
+    return Batch(tuple(sequences), sum(trained), len(sequences))
+
+
+# ---- the roofline
+
+
+class Roofline:
+    """A worker: times products and attention alone, on a card that holds nothing else."""
+
+    def __init__(self, shape: DecoderConfig, args: argparse.Namespace, rank: int) -> None:
+        self.shape, self.args = shape, args
+
+    def measure(self) -> dict[str, float]:
+        """Milliseconds of one micro-batch on one rank, by part; forward and backward together."""
+        import torch
+
+        from rl360.models.megatron.attention_cuda import attend_varlen, kernel_name
+
+        shape, args = self.shape, self.args
+        device, kind = torch.device("cuda", 0), torch.bfloat16
+        tensor, context = args.tensor_parallel, args.context_parallel
+        tokens = sum(args.lengths) // context
+        predicting = sum(n - max(1, int(n * args.prompt_share)) for n in args.lengths) // context
+        heads, kv_heads, width = shape.num_heads // tensor, shape.num_kv_heads // tensor, shape.head_dim
+        products = {
+            "qkv": (tokens, (heads + 2 * kv_heads) * width, shape.hidden_size),
+            "out": (tokens, shape.hidden_size, heads * width),
+            "gate_up": (tokens, 2 * shape.intermediate_size // tensor, shape.hidden_size),
+            "down": (tokens, shape.hidden_size, shape.intermediate_size // tensor),
+        }
+        found = {}
+        for name, (rows, out, inner) in products.items():
+            found[name] = product_ms(rows, out, inner, device) * shape.num_layers
+        chunk = min(args.logprob_chunk, predicting)
+        found["head"] = product_ms(chunk, shape.vocab_size // tensor, shape.hidden_size, device) * predicting / chunk
+        found["products"] = sum(found.values())
+
+        # One rank's queries: all of the sequences, or their last 1/context (late chunks see the most: scaled by pairs).
+        bounds = torch.tensor([0, *np.cumsum(args.lengths)], dtype=torch.int32, device=device)
+        q, k, v = (
+            torch.randn(sum(args.lengths), h, width, device=device, dtype=kind, requires_grad=True)
+            for h in (heads, kv_heads, kv_heads)
+        )
+        toward = torch.randn_like(q)
+        longest = max(args.lengths)
+
+        def forward() -> Any:
+            return attend_varlen(q, k, v, bounds, bounds, longest, longest)
+
+        out = forward()
+
+        def backward() -> None:
+            torch.autograd.grad(out, (q, k, v), toward, retain_graph=True)
+
+        found["attention"] = (timed_ms(forward) + timed_ms(backward)) * shape.num_layers / context
+        found["total"] = found["products"] + found["attention"]
+        print(f"attention kernel {kernel_name(device)}", found, flush=True)
+        return found
+
+
+def product_ms(rows: int, out: int, inner: int, device: Any) -> float:
+    """A linear layer's three products: bf16, the weight's gradient added to an fp32 buffer."""
+    import torch
+
+    x = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(out, inner, device=device, dtype=torch.bfloat16)
+    grad = torch.randn(rows, out, device=device, dtype=torch.bfloat16)
+    main_grad = torch.zeros(out, inner, device=device)
+    return (
+        timed_ms(lambda: torch.nn.functional.linear(x, weight))
+        + timed_ms(lambda: grad @ weight)
+        + timed_ms(lambda: torch.addmm(main_grad, grad.t(), x, out_dtype=torch.float32, out=main_grad))
+    )
+
+
+def timed_ms(run: Callable[[], Any], repeats: int = 10) -> float:
+    import torch
+
+    for _ in range(3):
+        run()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+def measured_roofline(shape: DecoderConfig, args: argparse.Namespace, scratch: Path) -> dict[str, float]:
+    group = LocalWorkerGroup(
+        f"{Path(__file__).stem}:Roofline",
+        1,
+        {"shape": shape, "args": args},
+        name="roofline",
+        log_dir=scratch / "logs",
+        env={"PYTHONPATH": f"{Path(__file__).parent}:{ROOT}"},
+    )
+    group.start()
+    try:
+        return asyncio.run(group.call(0, "measure", timeout_s=300))
+    finally:
+        group.close()
+
+
+# ---- what follows from both
+
+
+def model_flops(shape: DecoderConfig, lengths: Sequence[int], prompt_share: float) -> float:
+    """FLOPs of forward and backward over these sequences, as the module's first page counts them."""
+    hidden, width = shape.hidden_size, shape.head_dim
+    layer = hidden * width * (2 * shape.num_heads + 2 * shape.num_kv_heads) + 3 * hidden * shape.intermediate_size
+    predicting = sum(n - max(1, int(n * prompt_share)) for n in lengths)
+    products = 6 * (layer * shape.num_layers * sum(lengths) + hidden * shape.vocab_size * predicting)
+    attention = sum(3 * 4 * n * n / 2 * shape.num_heads * width for n in lengths) * shape.num_layers
+    return products + attention
+
+
+def derived(shape: DecoderConfig, args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    replicas = args.micro_batches * args.data_parallel
+    flops = model_flops(shape, args.lengths, args.prompt_share) * replicas
+    step_s = found["step_s"]
+    result: dict[str, Any] = {
+        "tokens_per_s": sum(args.lengths) * replicas / step_s,
+        "model_tflops_per_gpu": flops / step_s / args.num_gpus / 1e12,
+        "mfu": flops / step_s / args.num_gpus / PEAK_FLOPS,
+    }
+    peaks = [row["perf/peak_memory_gib_max"] for row in found["metrics"] if "perf/peak_memory_gib_max" in row]
+    if peaks:
+        result["peak_memory_gib"] = max(peaks)
+    if "roofline" in found:
+        result["share_of_roofline"] = found["roofline"]["total"] * args.micro_batches / 1e3 / step_s
+    return result
+
+
+def report(found: dict[str, Any]) -> None:
+    names = ("step_s", "tokens_per_s", "model_tflops_per_gpu", "mfu", "share_of_roofline", "peak_memory_gib")
+    print(" ".join(f"{name}={found[name]:.4g}" for name in names if name in found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Attention kernels for packed sequences on one GPU, at Qwen3-8B's heads (32 query, 8 key/value, 128 wide), bf16, causal.
+"""Attention kernels for packed sequences on one GPU, at Qwen3-8B's heads (32 query, 8 key/value, 128 wide), causal bf16.
 
     python benchmarks/attention_kernels.py --json out.json
 
@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.train_step import timed_ms  # noqa: E402
-from rl360.models.megatron.attention_cuda import attend_varlen  # noqa: E402
+from benchmarks.train_step import timed_ms
+from rl360.models.megatron.attention_cuda import attend_varlen
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 CASES = {

@@ -1,4 +1,4 @@
-"""Attention kernels for packed sequences on one GPU, at Qwen3-8B's heads (32 query, 8 key/value, 128 wide), causal bf16.
+"""Attention kernels for packed sequences on one GPU, at Qwen3-8B's heads (32 query, 8 key/value, 128 wide); bf16.
 
     python benchmarks/attention_kernels.py --json out.json
 

@@ -8,7 +8,7 @@ torch, Harbor and transformers are never imported here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl360.config.combinations import combination_problems
 from rl360.config.compose import Composed
 from rl360.config.files import Found, look
-from rl360.config.schemas import ComposedConfig, RootConfig
+from rl360.config.schemas import SCHEMAS, ComposedConfig, RootConfig, schema_of
 from rl360.config.targets import Constructor, TargetError, allowed, argument_problems, constructor
 from rl360.config.walk import Walker
 
@@ -63,7 +63,8 @@ def _typed(
 ) -> tuple[RootConfig, list[str], frozenset[str]]:
     """The typed config, the problems, and the keys that have no value (empty text stands for them)."""
     plain: Any = OmegaConf.to_container(values, resolve=True) if isinstance(values, DictConfig) else values
-    walker = Walker(_owners(plain, choices))
+    schemas = {group: schema_of(group, _target(plain.get(group))) for group in SCHEMAS}
+    walker = Walker(_owners(plain, choices), schemas, _elsewhere(schemas))
     fitting = walker.section({key: value for key, value in plain.items() if key != "hydra"}, ComposedConfig)
     problems = list(walker.problems)
     prefixes = fitting.get("allow_targets", [])
@@ -75,7 +76,10 @@ def _typed(
             if isinstance(entry, Mapping) and isinstance(entry.get("_target_"), str):
                 arguments = {key: value for key, value in entry.items() if key != "_target_"}
                 sets[group][name] = {"_target_": entry["_target_"], "kwargs": arguments}
-    merged = OmegaConf.merge(OmegaConf.structured(RootConfig), fitting, sets)
+    root = OmegaConf.structured(RootConfig)
+    for group, schema in schemas.items():
+        root[group] = OmegaConf.structured(schema)
+    merged = OmegaConf.merge(root, fitting, sets)
     unset = frozenset(OmegaConf.missing_keys(merged))
     for key in unset:
         OmegaConf.update(merged, key, "")
@@ -86,6 +90,21 @@ def _typed(
     problems.extend(_target_problems(config))
     problems.extend(combination_problems(config))
     return config, problems, unset
+
+
+def _target(section: Any) -> object:
+    return section.get("_target_") if isinstance(section, Mapping) else None
+
+
+def _elsewhere(schemas: Mapping[str, type[Any]]) -> dict[str, dict[str, str]]:
+    """Of each section, the keys that only other options of its group have: key -> option."""
+    found = {}
+    for group, schema in schemas.items():
+        own = {f.name for f in fields(schema)}
+        found[group] = {
+            f.name: option for option, other in SCHEMAS[group].items() for f in fields(other) if f.name not in own
+        }
+    return found
 
 
 def _owners(values: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, str]:

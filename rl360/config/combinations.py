@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from omegaconf import OmegaConf
 
 from rl360.config.compose import SECRET_KEY
+from rl360.config.megatron import megatron_problems
 from rl360.config.names import suggestion
 from rl360.config.schemas import RootConfig
 
@@ -24,13 +25,15 @@ CHOICES = {
     "algorithm.reducer": ("token_mean", "sequence_mean"),
     "algorithm.filter": ("differing_rewards", "none"),
     "trainer.device": ("auto", "cpu", "cuda"),
+    "trainer.recompute": ("none", "core_attn", "full"),
     "rollout.engine": ("embedded", "external"),
     "rollout.sync": ("shared", "disk"),
 }
 
 TOOL_AGENT = "rl360.agents.bash:BashAgent"
 
-# key -> (least, most, whether the least itself is excluded); None: no bound
+# key -> (least, most, whether the least itself is excluded); None: no bound. Here and above, a key that only some
+# options of a group have is looked at where it is.
 RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "seed": (0, 2**63 - 1, False),
     "iterations": (1, None, False),
@@ -50,6 +53,13 @@ RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "trainer.max_tokens_per_gpu": (1, None, False),
     "trainer.logprob_chunk_tokens": (1, None, False),
     "trainer.num_threads": (0, None, False),
+    "trainer.num_gpus": (1, None, False),
+    "trainer.tensor_parallel_size": (1, None, False),
+    "trainer.pipeline_parallel_size": (1, None, False),
+    "trainer.virtual_pipeline_parallel_size": (2, None, False),
+    "trainer.context_parallel_size": (1, None, False),
+    "trainer.step_timeout_s": (0, None, True),
+    "trainer.start_timeout_s": (0, None, True),
     "rollout.temperature": (0, None, True),
     "rollout.max_new_tokens": (1, None, False),
     "rollout.max_context_tokens": (2, None, False),
@@ -108,6 +118,7 @@ def combination_problems(config: RootConfig) -> list[str]:
         *_batch(config),
         *_sampling(config),
         *_engine(config),
+        *megatron_problems(config),
         *_agent(config),
         *_deadlines(config),
         *_secrets(config),
@@ -116,9 +127,10 @@ def combination_problems(config: RootConfig) -> list[str]:
 
 
 def _select(config: RootConfig, key: str) -> object:
+    """The value; None also for a key that the chosen option of its group does not have."""
     node: object = config
     for part in key.split("."):
-        node = getattr(node, part)
+        node = getattr(node, part, None)
     return node
 
 
@@ -131,7 +143,7 @@ def _names(config: RootConfig) -> Iterator[str]:
 def _choices(config: RootConfig) -> Iterator[str]:
     for key, allowed in CHOICES.items():
         value = _select(config, key)
-        if value not in allowed and (not key.startswith("algorithm.") or _ours(config)):
+        if value is not None and value not in allowed and (not key.startswith("algorithm.") or _ours(config)):
             yield f"{key}: {value!r} is none of {', '.join(allowed)}{_did_you_mean(str(value), allowed)}"
 
 

@@ -35,7 +35,7 @@ from yaml import YAMLError
 from rl360.config.locate import conf_folder
 from rl360.config.names import suggestion
 from rl360.config.resolvers import register_resolvers
-from rl360.config.schemas import ComposedConfig
+from rl360.config.schemas import SCHEMAS, ComposedConfig
 from rl360.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,11 +76,13 @@ class Composed:
 
 
 def register_schema(typed: bool = True) -> None:
-    """Put the root schema where conf/run.yaml's defaults list finds it; untyped, it gives the defaults only."""
-    node: Any = ComposedConfig
-    if not typed:
-        node = OmegaConf.to_container(OmegaConf.structured(ComposedConfig), resolve=False)
-    ConfigStore.instance().store(_SCHEMA, node, provider="rl360")
+    """Put the schemas where conf/run.yaml and the options find them; untyped, they give the defaults only."""
+    schemas: dict[str, Any] = {_SCHEMA: ComposedConfig}
+    for group, options in SCHEMAS.items():
+        schemas |= {f"{_SCHEMA}_{group}_{option}": schema for option, schema in options.items()}
+    for name, schema in schemas.items():
+        node = schema if typed else OmegaConf.to_container(OmegaConf.structured(schema), resolve=False)
+        ConfigStore.instance().store(name, node, provider="rl360")
 
 
 def compose(request: Request) -> Composed:

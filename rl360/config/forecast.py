@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl360.config.schemas import RootConfig
+from rl360.config.schemas import RootConfig, TorchTrainerConfig
 
 GIB = 1024**3
 MIB = 1024**2
@@ -91,11 +91,13 @@ def forecast(shape: ModelShape, config: RootConfig) -> Forecast:
     """
     parameters = shape.num_parameters
     weights = parameters * FP32_BYTES
-    tokens = max(config.trainer.max_tokens_per_gpu, config.rollout.max_context_tokens)
+    trainer = config.trainer
+    recomputes = isinstance(trainer, TorchTrainerConfig) and trainer.gradient_checkpointing
+    tokens = max(trainer.max_tokens_per_gpu, config.rollout.max_context_tokens)
     per_layer = tokens * FP32_BYTES * (ACTIVATION_HIDDEN_UNITS * shape.hidden + ACTIVATION_FFN_UNITS * shape.ffn)
-    kept_layers = 1 if config.trainer.gradient_checkpointing else shape.layers
-    checkpointed = tokens * FP32_BYTES * shape.hidden * shape.layers if config.trainer.gradient_checkpointing else 0
-    logits_rows = min(config.trainer.logprob_chunk_tokens, tokens)
+    kept_layers = 1 if recomputes else shape.layers
+    checkpointed = tokens * FP32_BYTES * shape.hidden * shape.layers if recomputes else 0
+    logits_rows = min(trainer.logprob_chunk_tokens, tokens)
     memory = {
         "weights": weights,
         "gradients": weights,

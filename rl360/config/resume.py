@@ -20,6 +20,26 @@ from rl360.config.compose import Composed, Request, compose, governed_keys
 from rl360.config.files import Found
 from rl360.config.run_folder import PLAN, RESOLVED
 
+# Of a trainer: how its work is split and kept, which leaves the gradient what it is but for rounding.
+_WHERE_IT_TRAINS = (
+    "num_threads",
+    "gradient_checkpointing",
+    "max_tokens_per_gpu",
+    "logprob_chunk_tokens",
+    "num_gpus",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "virtual_pipeline_parallel_size",
+    "context_parallel_size",
+    "sequence_parallel",
+    "recompute",
+    "compile",
+    "async_checkpoint",
+    "step_timeout_s",
+    "start_timeout_s",
+    "init_method",
+)
+
 # What does not change what is learnt: how long, where, and what is written about it.
 RESUMABLE = (
     "iterations",
@@ -32,7 +52,11 @@ RESUMABLE = (
     "rollout.num_workers",
     "rollout.engine_urls",
     "rollout.request_timeout_s",
-    "trainer.num_threads",
+    *(f"trainer.{key}" for key in _WHERE_IT_TRAINS),
+)
+_WORDS = (
+    *(key for key in RESUMABLE if not key.startswith("trainer.")),
+    f"of trainer {', '.join(_WHERE_IT_TRAINS)}",
 )
 _SET_BY_RESUME = ("resume", "output_dir")
 
@@ -64,7 +88,7 @@ def resumed(request: Request, folder: Path) -> Composed:
             else:
                 problems.append(
                     f"{key}: {_get(fresh.values, key)!r} ({text}) differs from {_get(saved, key)!r} of the saved run; "
-                    f"on resume only {', '.join(RESUMABLE)} may change"
+                    f"on resume only {', '.join(_WORDS)} may change"
                 )
     values["resume"] = values["output_dir"] = str(folder)
     problems.extend(_nothing_left(folder, values.get("iterations")))

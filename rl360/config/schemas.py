@@ -41,7 +41,9 @@ class AlgorithmConfig:
 
 @dataclass
 class TrainerConfig:
-    _target_: str = "rl360.trainers.torch_trainer.TorchTrainer"
+    """What every trainer has; each adds its own (SCHEMAS)."""
+
+    _target_: str = MISSING
     learning_rate: float = 5e-6  # constant after warm-up
     warmup_steps: int = 0  # linear from 0; 0: none
     betas: list[float] = field(default_factory=lambda: [0.9, 0.98])  # Adam
@@ -50,10 +52,38 @@ class TrainerConfig:
     max_grad_norm: float = 1.0  # 0: no clipping
     max_tokens_per_gpu: int = 1024  # tokens of one micro-batch; a longer sequence gets its own
     logprob_chunk_tokens: int = 256  # rows of [tokens, vocabulary] held at once
+
+
+@dataclass
+class TorchTrainerConfig(TrainerConfig):
+    _target_: str = "rl360.trainers.torch_trainer.TorchTrainer"
     gradient_checkpointing: bool = False  # recompute each layer in the backward pass
     share_prompts: bool = True  # compute a prompt once for the members of its group
     device: str = "auto"  # auto | cpu | cuda
     num_threads: int = 0  # CPU threads of torch; 0: every core the process may use
+
+
+@dataclass
+class MegatronTrainerConfig(TrainerConfig):
+    """Data parallelism takes what is left: num_gpus / (tensor x context x pipeline)."""
+
+    _target_: str = "rl360.trainers.megatron.trainer.MegatronTrainer"
+    max_tokens_per_gpu: int = 16384  # of one micro-batch on each of its context-parallel GPUs; a longer one: its own
+    logprob_chunk_tokens: int = 1024  # rows of [tokens, vocabulary / tensor_parallel_size] held at once
+    num_gpus: int = 1  # ranks, one a GPU
+    tensor_parallel_size: int = 1  # GPUs that share each matrix
+    pipeline_parallel_size: int = 1  # stages that share the layers
+    virtual_pipeline_parallel_size: int | None = None  # chunks of layers a stage holds (interleaved); null: one
+    context_parallel_size: int = 1  # GPUs that share each sequence
+    sequence_parallel: bool = True  # tensor-parallel ranks share the tokens between matrices; no effect at size 1
+    recompute: str = "none"  # none | core_attn | full: what the backward pass computes again rather than keeps
+    transformer_engine: bool = False  # layers of Transformer Engine, where that is installed
+    compile: bool = True  # torch.compile what stands between matrices and attention; CUDA only
+    async_checkpoint: bool = True  # the run goes on while a checkpoint is written
+    step_timeout_s: float = 900.0  # one step of all ranks; below cluster.no_progress_s
+    start_timeout_s: float = 900.0  # processes, NCCL and weights of all ranks; below cluster.no_progress_s
+    init_method: str = "tcp://127.0.0.1:0"  # where the ranks meet; port 0: a free one
+    rank_target: str = "rl360.trainers.megatron.rank:MegatronRank"  # class of one rank (tests: one for the CPU)
 
 
 @dataclass
@@ -183,7 +213,7 @@ class RootConfig:
     allow_targets: list[str] = field(default_factory=list)  # module prefixes beside rl360. and launchers.
     model: ModelConfig = field(default_factory=ModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trainer: TrainerConfig = field(default_factory=TorchTrainerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
@@ -204,5 +234,20 @@ class ComposedConfig(RootConfig):
     Their keys are checked against the constructor's signature, so that a reward of your own needs no schema.
     """
 
+    trainer: Any = MISSING  # the chosen option's schema: SCHEMAS
     reward: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
+
+
+# Groups whose options have keys of their own: option -> schema. Which one checks a section, its `_target_` says; the
+# first also stands for a target that is not ours. An option's YAML takes its defaults from
+# `/schema_<group>_<option>@_here_`.
+SCHEMAS: dict[str, dict[str, type[Any]]] = {
+    "trainer": {"torch": TorchTrainerConfig, "megatron": MegatronTrainerConfig},
+}
+
+
+def schema_of(group: str, target: object) -> type[Any]:
+    """The schema of a section by its `_target_`."""
+    options = list(SCHEMAS[group].values())
+    return next((schema for schema in options if schema._target_ == target), options[0])

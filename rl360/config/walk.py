@@ -22,11 +22,24 @@ _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", 
 
 
 class Walker:
-    """One walk over one mapping. `problems` fills up; `owners` names a group's chosen option in messages."""
+    """One walk over one mapping; `problems` fills up.
 
-    def __init__(self, owners: Mapping[str, str] | None = None):
+    Args:
+        owners: section -> its chosen option, for messages.
+        schemas: section -> its schema, where that is another than the class's hint says.
+        elsewhere: section -> key -> the option that has this key.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, str] | None = None,
+        schemas: Mapping[str, type] | None = None,
+        elsewhere: Mapping[str, Mapping[str, str]] | None = None,
+    ):
         self.problems: list[str] = []
         self._owners = owners or {}
+        self._schemas = schemas or {}
+        self._elsewhere = elsewhere or {}
 
     def section(self, value: Any, schema: type, path: str = "") -> dict[str, Any]:
         """Return the keys of `value` that fit the dataclass `schema`. Keys left out keep the schema's default."""
@@ -38,18 +51,30 @@ class Walker:
         for key, item in value.items():
             item_path = f"{path}.{key}" if path else str(key)
             if key not in hints:
-                owner = f" for {self._owners[path]}" if path in self._owners else ""
-                self._add(item_path, f"unknown key{owner}{suggestion(str(key), _field_names(schema))}")
+                self._add(item_path, f"unknown key{self._hint(path, str(key), schema)}")
                 continue
             fits, kept = self._value(item, hints[key], item_path)
             if fits:
                 fitting[key] = kept
         return fitting
 
+    def _hint(self, path: str, key: str, schema: type) -> str:
+        owner = f" for {self._owners[path]}" if path in self._owners else ""
+        near = suggestion(key, _field_names(schema))
+        if near.startswith("; did you mean"):
+            return f"{owner}{near}"
+        others = self._elsewhere.get(path, {})
+        if key in others:
+            return f"{owner}; it belongs to {path}={others[key]}"
+        if (other := suggestion(key, others)).startswith("; did you mean"):
+            return f"{owner}{other} (of {path}={others[other.split()[-1].rstrip('?')]})"
+        return f"{owner}{near}"
+
     def _add(self, path: str, text: str) -> None:
         self.problems.append(f"{path or 'config'}: {text}")
 
     def _value(self, value: Any, hint: Any, path: str) -> tuple[bool, Any]:
+        hint = self._schemas.get(path, hint)
         if hint is Any:
             return True, value
         if typing.get_origin(hint) in (types.UnionType, typing.Union):

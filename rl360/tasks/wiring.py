@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl360.config.schemas import RootConfig
+from rl360.config.schemas import RootConfig, TorchTrainerConfig
 from rl360.engine import build
 from rl360.engine.workers import LocalWorkerGroup
 from rl360.protocols import Rollout
@@ -81,11 +81,12 @@ def _load_weights(config: RootConfig) -> Any:
 
     from rl360.models.loading import load_decoder
 
-    device = config.trainer.device
+    trainer = config.trainer if isinstance(config.trainer, TorchTrainerConfig) else TorchTrainerConfig()
+    device = trainer.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        torch.set_num_threads(config.trainer.num_threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(trainer.num_threads or len(os.sched_getaffinity(0)))
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     seed = config.seed if config.model.random_init else None
     return load_decoder(build.model_dir(config), device, dtype, seed).requires_grad_(False)

@@ -18,6 +18,7 @@ SETS = ("reward", "logger")  # several options at once
 NEEDED = {
     "rollout=external": ("rollout.engine_urls=[http://127.0.0.1:30000]",),
     "agent=bash": ("model.tool_parser=hermes",),
+    "trainer=megatron": ("rollout=external", "rollout.engine_urls=[http://127.0.0.1:30000]"),
 }
 
 OPTIONS = sorted((path.parent.name, path.stem) for path in conf_folder().glob("*/*.yaml"))

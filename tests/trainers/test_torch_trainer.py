@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl360.algorithms.grpo import GRPO
-from rl360.config.schemas import TrainerConfig
+from rl360.config.schemas import TorchTrainerConfig
 from rl360.errors import CheckpointError, NonFiniteGradient
 from rl360.models.loading import load_decoder
 from rl360.trainers.optim import Optimizer
@@ -70,7 +70,7 @@ def test_constructor_takes_exactly_the_fields_of_its_config_with_their_defaults(
     own["betas"] = list(own["betas"])
     config = {
         f.name: f.default if f.default_factory is MISSING else f.default_factory()
-        for f in fields(TrainerConfig)
+        for f in fields(TorchTrainerConfig)
         if f.name != "_target_"
     }
     del own["learning_rate"], config["learning_rate"]

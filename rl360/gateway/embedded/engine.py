@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl360.errors import CheckpointError
 from rl360.gateway.embedded.attention import StepAttention
 from rl360.gateway.embedded.kv_cache import MIN_SHARED_TOKENS, KVCache, shared_prefix
 from rl360.gateway.embedded.request import Request
@@ -199,6 +200,32 @@ class EmbeddedEngine:
         with self._hold():
             load_weights(self.decoder, folder)
             self.set_version(self.version if version is None else version)
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """No step runs inside: weights can be read."""
+        with self._hold():
+            yield
+
+    def copy_weights(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Copy some HF-named tensors into the decoder, between steps; a tied head is skipped.
+
+        Running requests compute their history again, and cached prefixes are forgotten. Raises `CheckpointError` for a
+        name or a shape that the decoder has not, before anything is copied.
+        """
+        parameters = dict(self.decoder.named_parameters())
+        tied = self.decoder.config.tie_word_embeddings
+        wanted = [(name, tensor) for name, tensor in named if not (tied and name == "lm_head.weight")]
+        for name, tensor in wanted:
+            if name not in parameters:
+                raise CheckpointError(f"tensor {name} is not in this decoder")
+            if tensor.shape != parameters[name].shape:
+                expected = list(parameters[name].shape)
+                raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, the decoder's is {expected}")
+        with self._hold(), torch.no_grad():
+            for name, tensor in wanted:
+                parameters[name].copy_(tensor)
+            self.set_version(self.version)
 
     def pause(self, mode: str = "abort") -> None:
         """Begin no step until `resume`. abort: end every request; retract: free their rows; in_place: keep them."""

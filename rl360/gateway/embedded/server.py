@@ -27,6 +27,7 @@ from rl360.errors import InfrastructureError, RL360Error
 from rl360.gateway.embedded.engine import EmbeddedEngine
 from rl360.gateway.embedded.request import Request
 from rl360.gateway.embedded.sampling import SamplingParams
+from rl360.gateway.embedded.weights import WeightReceiver
 
 # Request bodies of long contexts: a million tokens of JSON take about 7 MiB.
 MAX_BODY_BYTES = 64 * 2**20
@@ -50,6 +51,7 @@ class EngineServer:
         self._thread: threading.Thread | None = None
         self._open: set[str] = set()  # rids, event loop only
         self._background: set[asyncio.Task[Any]] = set()
+        self._weights = WeightReceiver(engine)
 
     def start(self) -> str:
         """Returns `http://host:port`. Raises `InfrastructureError` when the port is taken or the start is too slow."""
@@ -78,6 +80,7 @@ class EngineServer:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(START_TIMEOUT_S)
             self._thread = None
+        self._weights.close()
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -105,6 +108,14 @@ class EngineServer:
             ("POST", ("/continue_generation",), self._continue),
             ("POST", ("/abort_request",), self._abort),
             ("POST", ("/update_weights_from_disk",), self._update_weights),
+            ("POST", ("/update_weights_from_tensor",), self._weight_call(self._weights.from_tensor)),
+            ("POST", ("/update_weights_from_distributed",), self._weight_call(self._weights.from_distributed)),
+            ("POST", ("/init_weights_update_group",), self._weight_call(self._weights.init_group)),
+            ("POST", ("/destroy_weights_update_group",), self._weight_call(self._weights.destroy_group)),
+            ("POST", ("/update_weight_version",), self._update_version),
+            ("*", ("/weights_checker",), self._check_weights),
+            ("*", ("/release_memory_occupation",), self._release_memory),
+            ("*", ("/resume_memory_occupation",), self._resume_memory),
         ):
             for path in paths:
                 app.router.add_route(method, path, handler)
@@ -254,6 +265,42 @@ class EngineServer:
             return web.json_response(result, status=400)
         message = "Succeeded to update model weights."
         return web.json_response({"success": True, "message": message, "num_paused_requests": 0})
+
+    def _weight_call(self, call: Callable[[dict[str, Any]], str]) -> Handler:
+        """A handler for one of the receiver's calls: SGLang answers 400 and `success: false` when it fails."""
+
+        async def handle(http: web.Request) -> web.StreamResponse:
+            body = await _json(http)
+            try:
+                message = await asyncio.to_thread(call, body)
+            except (RL360Error, ValueError, KeyError, OSError, RuntimeError) as error:
+                return web.json_response({"success": False, "message": f"{error!s}"}, status=400)
+            if body.get("weight_version") is not None:
+                await asyncio.to_thread(self.engine.set_version, int(body["weight_version"]))
+            return web.json_response({"success": True, "message": message})
+
+        return handle
+
+    async def _update_version(self, http: web.Request) -> web.Response:
+        body = await _json(http)
+        if body.get("abort_all_requests", True):
+            await asyncio.to_thread(self.engine.abort, None)
+        await asyncio.to_thread(self.engine.set_version, int(body["new_version"]))
+        message = f"Weight version updated to {body['new_version']}"
+        return web.json_response({"success": True, "message": message, "new_version": str(body["new_version"])})
+
+    async def _check_weights(self, http: web.Request) -> web.Response:
+        body = await _json(http) if http.can_read_body else {}
+        return web.json_response(await asyncio.to_thread(self._weights.checksums, body))
+
+    async def _release_memory(self, http: web.Request) -> web.Response:
+        """Only the cache can be given back here. A busy engine refuses, where SGLang's scheduler would die."""
+        if not await asyncio.to_thread(self.engine.flush):
+            raise ValueError("release_memory_occupation should be called only when server is idle.")
+        return web.Response(status=200)
+
+    async def _resume_memory(self, http: web.Request) -> web.Response:
+        return web.Response(status=200)
 
 
 @web.middleware

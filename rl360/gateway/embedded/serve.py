@@ -1,0 +1,91 @@
+"""`python -m rl360.gateway.embedded.serve`: the embedded engine as a server of its own, started as SGLang is.
+
+In: the flags of `python -m sglang.launch_server`. Out: a process that speaks SGLang's protocol on --host and --port
+until SIGTERM. Flags that mean something to a GPU only are taken and named in the log, so that a fleet runs the same
+command line on a CPU. Weights come from --model-path, and later over HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl360.errors import RL360Error
+
+log = logging.getLogger(__name__)
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser("python -m rl360.gateway.embedded.serve", description=__doc__.splitlines()[0])
+    found.add_argument("--model-path", required=True, type=Path, help="HF folder")
+    found.add_argument("--host", default="127.0.0.1")
+    found.add_argument("--port", type=int, default=30000)
+    found.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: float32 on a CPU, else bfloat16")
+    found.add_argument("--load-format", default="auto", help="dummy: random weights from --random-seed")
+    found.add_argument("--weight-version", type=int, default=0)
+    found.add_argument("--random-seed", type=int, default=None)
+    found.add_argument("--max-running-requests", type=int, default=64)
+    found.add_argument("--device", default="cpu")
+    found.add_argument("--kv-cache-gib", type=float, default=1.0, help="not SGLang's: memory of the KV cache")
+    found.add_argument("--threads", type=int, default=0, help="not SGLang's: torch's threads; 0: every core")
+    found.add_argument("--enable-deterministic-inference", action="store_true")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asked, ignored = parser().parse_known_args(arguments)
+    if ignored:
+        log.info("without meaning here: %s", " ".join(ignored))
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        server = _server(asked)
+        url = server.start()
+    except RL360Error as error:
+        log.error("%s", error)
+        return 1
+    log.info("the embedded engine serves %s on %s", asked.model_path, url)
+    stop.wait()
+    server.close()
+    return 0
+
+
+def _server(asked: argparse.Namespace):  # type: ignore[no-untyped-def]  # its type would import torch
+    import torch
+
+    from rl360.gateway.embedded.engine import EmbeddedEngine
+    from rl360.gateway.embedded.server import EngineServer
+    from rl360.models.loading import load_decoder
+
+    torch.set_num_threads(asked.threads or len(os.sched_getaffinity(0)))
+    names = {"auto": "float32" if asked.device == "cpu" else "bfloat16", "half": "float16", "float": "float32"}
+    decoder = load_decoder(
+        asked.model_path,
+        asked.device,
+        getattr(torch, names.get(asked.dtype, asked.dtype)),
+        random_init_seed=(asked.random_seed or 0) if asked.load_format == "dummy" else None,
+    )
+    engine = EmbeddedEngine(
+        decoder.requires_grad_(False),
+        asked.model_path,
+        max_running_requests=asked.max_running_requests,
+        kv_cache_gib=asked.kv_cache_gib,
+        deterministic=asked.enable_deterministic_inference,
+        version=asked.weight_version,
+        seed=asked.random_seed,
+    )
+    return EngineServer(engine, asked.host, asked.port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

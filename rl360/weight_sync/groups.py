@@ -1,0 +1,39 @@
+"""Process groups over processes that share no default group: one trainer rank and the ranks of engines.
+
+In: an address, a size and a rank. Out: a group that `torch.distributed.broadcast` takes. The same steps as SGLang's
+`init_custom_process_group` (sglang/srt/utils/common.py), because both sides must agree on the keys of the store.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+
+def join_group(address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> Any:
+    """Meet the others of the group `name`; rank 0 holds the store. Names are used once in a process.
+
+    Raises what torch raises when the others do not come within `timeout_s`.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world_size = next(c10d.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        c10d.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=name,
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+def leave_group(group: Any) -> None:
+    import torch.distributed as dist
+
+    dist.destroy_process_group(group)

@@ -1,1 +1,1 @@
-"""The Llama-like architectures on megatron-core. Imported by training ranks and converters only, never by the driver."""
+"""The Llama-like architectures on megatron-core. Imported by ranks and converters only, never by the driver."""

@@ -166,7 +166,7 @@ class Layout:
         return place.tensor + self.tensor * (place.context + self.context * (place.data + self.data * place.pipeline))
 
     def layers(self, num_layers: int, pipeline_rank: int, chunk: int = 0) -> range:
-        """The layers that a chunk of a pipeline rank holds. Stage s of all is chunk s // pipeline of rank s % pipeline."""
+        """The layers that a chunk of a pipeline rank holds. Stage s is chunk s // pipeline of rank s % pipeline."""
         each = num_layers // self.num_stages
         first = (chunk * self.pipeline + pipeline_rank) * each
         return range(first, first + each)

@@ -7,9 +7,14 @@ How "what is new" is found. In the conversation, every message that the policy s
 that no text contains. The template renders the whole, and the text after the last marker is what follows the policy's
 last words: the end of its turn, the new messages, the start of its next turn. This is exact for any template that
 appends, whatever it inserts in front (a default system prompt, a date, tools) and whatever it drops from or adds to
-past turns of the policy (thinking), since those tokens are never rendered again. The text between the markers is
-compared with what was rendered before; a template that rewrites it does not append, and the caller starts a new
-segment.
+past turns of the policy (thinking), since those tokens are never rendered again.
+
+A template may also rewrite what stands in front of the last marker, such as one that moves the tools to the newest
+question. Those tokens are kept as the policy saw them, and what is new is still the text after the last marker, as long
+as all of it stands there. That holds when the text between the markers is what was rendered before. Where it is not, or
+a marker is hidden, each new message is replaced by a word of its own, and every word has to come out behind the last
+marker: in the whole conversation, or else in one that leaves out the policy's earlier turns. Only a template that puts
+new messages in front of old ones cannot be appended to, and the caller starts a new segment.
 """
 
 from __future__ import annotations
@@ -84,7 +89,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = self._strftime_now
         self._plain = environment.from_string(tokenizer.template)
         self._tools = environment.from_string(tokenizer.tool_template) if tokenizer.tool_template else self._plain
-        self._marker = f"mk{secrets.token_hex(12)}n"
+        self._marker = f"mk{secrets.token_hex(12)}n"  # stands for a message of the policy
+        self._word = f"wd{secrets.token_hex(12)}n"  # stands for a new message
         self._generation_prompts: dict[bytes, str] = {}
         self._assistant_fields: dict[str, str] = {}
         self._keeps_calls = False
@@ -151,15 +157,44 @@ class ChatTemplate:
             marked[index] = self._marked(messages[index], number)
         text = self.render(marked, tools, arguments, now)
         pieces = self._split(text, len(sampled))
-        for piece, boundary in zip(pieces, boundaries, strict=False):
-            if hash(piece[: boundary.length]) != boundary.text_hash:
-                raise CannotExtend("template_rewrites_history")
-        tail = pieces[-1]
+        kept = zip(pieces, boundaries, strict=False)
+        if not pieces or any(hash(piece[: boundary.length]) != boundary.text_hash for piece, boundary in kept):
+            num_new = len(messages) - 1 - sampled[-1]
+            without_earlier_turns = [*marked[: sampled[0]], *marked[sampled[-1] :]]
+            for candidate in (marked, without_earlier_turns):
+                if self._puts_news_last(candidate, num_new, len(sampled) - 1, tools, arguments, now):
+                    break
+            else:
+                shown = self._behind(text, len(sampled) - 1) is not None
+                raise CannotExtend("template_moves_new_messages" if shown else "template_hides_history")
+            marked, text = candidate, self.render(candidate, tools, arguments, now)
+        tail = self._behind(text, len(sampled) - 1) or ""
         body = self._body(text, marked, tools, arguments, now)[len(text) - len(tail) :]
-        boundary = Boundary(len(body), hash(body))
+        boundary, generation_prompt = Boundary(len(body), hash(body)), tail[len(body) :]
         if self._keeps_calls and messages[sampled[-1]].get("tool_calls"):
             tail = self._after_calls(tail)
-        return Rendering(self._encode_tail(tail, last_id), boundary, text[len(text) - len(pieces[-1]) + len(body) :])
+        return Rendering(self._encode_tail(tail, last_id), boundary, generation_prompt)
+
+    def _puts_news_last(
+        self,
+        marked: Sequence[Mapping[str, Any]],
+        num_new: int,
+        last: int,
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        now: datetime | None,
+    ) -> bool:
+        """Whether the template renders all of the `num_new` last messages behind the marker number `last`."""
+        words = [self._word_text(number) for number in range(num_new)]
+        old, new = marked[: len(marked) - num_new], marked[len(marked) - num_new :]
+        try:
+            text = self.render(
+                [*old, *({**m, "content": word} for m, word in zip(new, words, strict=True))], tools, arguments, now
+            )
+        except TemplateRefused:
+            return False
+        tail = self._behind(text, last)
+        return tail is not None and all(word in tail for word in words)
 
     def _encode_tail(self, tail: str, last_id: int) -> list[int]:
         """Ids of the text after the policy's words; an end-of-turn token that it sampled itself is not repeated."""
@@ -191,19 +226,23 @@ class ChatTemplate:
         return closed if text.startswith(closed) else _common_prefix(text, closed)
 
     def _split(self, text: str, count: int) -> list[str]:
+        """The text around the markers; empty when one of them is missing, repeated or out of order."""
         pieces = []
         start = 0
         for number in range(count):
             marker = self._marker_text(number)
             at = text.find(marker, start)
             if at < 0:
-                raise CannotExtend("template_hides_history")
+                return []
             pieces.append(text[start:at])
             start = at + len(marker)
         pieces.append(text[start:])
-        if self._marker in pieces[-1]:
-            raise CannotExtend("template_repeats_history")
-        return pieces
+        return [] if self._marker in pieces[-1] else pieces
+
+    def _behind(self, text: str, number: int) -> str | None:
+        """The text behind a marker; None when it is hidden, or when some marker stands behind it, itself or another."""
+        _, found, tail = text.partition(self._marker_text(number))
+        return tail if found and self._marker not in tail else None
 
     def _after_calls(self, tail: str) -> str:
         """The tail from the token that ends the policy's turn on: its tool calls stand before it."""
@@ -215,6 +254,9 @@ class ChatTemplate:
 
     def _marker_text(self, number: int) -> str:
         return f"{self._marker}{number}e"
+
+    def _word_text(self, number: int) -> str:
+        return f"{self._word}{number}e"
 
     def _marked(self, message: Mapping[str, Any], number: int) -> dict[str, Any]:
         plain: dict[str, Any] = {"role": "assistant", "content": self._marker_text(number)}

@@ -31,7 +31,6 @@ END_OF_TURN = {
     "strict_roles": "</s>",
     "moving_tools": "</s>",
 }
-APPEND_ONLY = tuple(name for name in END_OF_TURN if name != "moving_tools")
 THINKING = ("strips_thinking", "always_thinks")
 TOOLS = [
     {

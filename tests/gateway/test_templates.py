@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -14,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from rl360.errors import ConfigError
 from rl360.gateway.templates import CannotExtend, ChatTemplate, TemplateRefused
 from rl360.gateway.tokenizer import TextTokenizer
-from tests.gateway.kit import APPEND_ONLY, END_OF_TURN, TOOLS, tokenizer_of, write_folder
+from tests.gateway.kit import END_OF_TURN, TOOLS, tokenizer_of, write_folder
 from tests.gateway.kit_session import template_of
 
 NOON = datetime(2026, 3, 4, 12)
@@ -36,7 +37,7 @@ def extend(name: str, said: dict[str, Any], new: list[dict[str, Any]], ended: bo
     return tokenizer.decode(rendering.token_ids)
 
 
-@pytest.mark.parametrize("name", [n for n in APPEND_ONLY if n != "strict_roles"])
+@pytest.mark.parametrize("name", [n for n in END_OF_TURN if n != "strict_roles"])
 @pytest.mark.parametrize(("said", "new"), [(SAID, [NEXT]), (CALLED, [RESULT]), (CALLED, [RESULT, RESULT, NEXT])])
 def test_the_tail_is_what_the_whole_rendering_has(name: str, said: dict[str, Any], new: list[dict[str, Any]]) -> None:
     whole = template_of(name).render([*FIRST, said, *new], TOOLS, {}, NOON)
@@ -78,14 +79,83 @@ def test_the_clock_of_the_session_stays_where_it_was() -> None:
     last = tokenizer_of("dated").id_of("<|eot|>")
     assert last is not None
     assert "04 Mar 2026 12:00:00" in tokenizer_of("dated").decode(start.token_ids)
-    template.extend([*FIRST, SAID, NEXT], [1], [start.boundary], last, (), {}, NOON)
-    with pytest.raises(CannotExtend, match="template_rewrites_history"):
-        template.extend([*FIRST, SAID, NEXT], [1], [start.boundary], last, (), {}, datetime(2026, 3, 5))
+    noon = template.extend([*FIRST, SAID, NEXT], [1], [start.boundary], last, (), {}, NOON)
+    # Another date is another text of what is in the sequence already; what is new is the same.
+    later = template.extend([*FIRST, SAID, NEXT], [1], [start.boundary], last, (), {}, datetime(2026, 3, 5))
+    assert later == noon
 
 
-def test_a_template_that_moves_text_cannot_extend() -> None:
-    with pytest.raises(CannotExtend, match="template_rewrites_history"):
-        extend("moving_tools", SAID, [NEXT])
+SHOWN = "[TOOLS]" + json.dumps(TOOLS) + "[/TOOLS]"
+
+
+def test_a_template_that_moves_the_tools_appends_them_again() -> None:
+    """The tools in front of the first question stay where the policy saw them; the new question has them too."""
+    whole = template_of("moving_tools").render([*FIRST, SAID, NEXT], TOOLS, {}, NOON)
+    assert whole == f"<|begin|>[INST]hello[/INST]solve it</s>{SHOWN}[INST]print the answer[/INST]"
+    assert extend("moving_tools", SAID, [NEXT]) == f"{SHOWN}[INST]print the answer[/INST]"
+    assert extend("moving_tools", SAID, [NEXT], ended=False) == f"</s>{SHOWN}[INST]print the answer[/INST]"
+    assert extend("moving_tools", SAID, [RESULT]) == "[RESULT]exit=0[/RESULT]"
+
+
+def chat_of(template: ChatTemplate, turns: list[list[dict[str, Any]]]) -> list[str]:
+    """What each request after the first appends, as text. The policy says A, B, C ... and ends its turns."""
+    messages: list[dict[str, Any]] = []
+    sampled: list[int] = []
+    boundaries: list[Any] = []
+    texts = []
+    last = template.tokenizer.id_of("</s>")
+    assert last is not None
+    for number, new in enumerate(turns):
+        messages += new
+        rendering = (
+            template.extend(messages, sampled, boundaries, last, (), {})
+            if sampled
+            else template.start(messages, (), {})
+        )
+        texts.append(template.tokenizer.decode(rendering.token_ids))
+        boundaries.append(rendering.boundary)
+        sampled.append(len(messages))
+        messages.append({"role": "assistant", "content": chr(ord("A") + number)})
+    return texts[1:]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+TURN = "{% if m.role == 'assistant' %}{{ m.content }}</s>{% else %}[INST]{{ m.content }}[/INST]{% endif %}"
+EACH = "{% for m in messages %}" + TURN + "{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages | length }} messages" + EACH,  # counts what came before
+        "first: {{ messages[0].content }}, newest: {{ messages[-1].content }}" + EACH,  # repeats what is new in front
+        "{% for m in messages[-4:] %}" + TURN + "{% endfor %}",  # shows the newest four
+    ],
+)
+def test_a_template_that_rewrites_what_was_may_still_show_what_is_new_last(source: str) -> None:
+    turns = [[user("a")], [user("b")], [user("c"), user("d")], [user("e")]]
+    expected = ["[INST]b[/INST]", "[INST]c[/INST][INST]d[/INST]", "[INST]e[/INST]"]
+    assert chat_of(make(source), turns) == expected
+
+
+def test_a_template_that_shows_the_policys_words_twice_cannot_extend() -> None:
+    source = "{% for m in messages if m.role == 'assistant' %}{{ m.content }};{% endfor %}" + EACH
+    with pytest.raises(CannotExtend, match="template_hides_history"):
+        chat_of(make(source), [[user("a")], [user("b")]])
+
+
+def test_a_template_that_puts_new_words_in_front_cannot_extend() -> None:
+    """The new system message stands before the policy's turn; behind it there is only half of what is new."""
+    source = (
+        "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+        "{% for m in messages if m.role != 'system' %}" + TURN + "{% endfor %}"
+    )
+    assert chat_of(make(source), [[user("a")], [user("b")]]) == ["[INST]b[/INST]"]
+    with pytest.raises(CannotExtend, match="template_moves_new_messages"):
+        chat_of(make(source), [[user("a")], [{"role": "system", "content": "a new rule"}, user("b")]])
 
 
 def test_the_templates_own_words_reach_the_client() -> None:

@@ -18,12 +18,11 @@ from rl360.gateway.proxy import ProxyWorker
 from rl360.gateway.tokenizer import TextTokenizer
 from rl360.types import Session
 from tests.agents.kit import LocalEnvironment, Terminal, make
-from tests.gateway.kit import APPEND_ONLY, END_OF_TURN, THINKING, attempt_spec, backend_json, write_folder
+from tests.gateway.kit import END_OF_TURN, THINKING, attempt_spec, backend_json, write_folder
 from tests.gateway.stub_engine import Fault, Sample, StubModel, serve
 
 IFM = "ifm"
 TEMPLATES = (*sorted(END_OF_TURN), IFM)  # the real SmolLM2's is a test of its own
-KEEPS_HISTORY = (*APPEND_ONLY, IFM, "smollm2")
 _IFM_SPECIAL = ["<|ifm|begin_of_text|>", "<|ifm|im_start|>", "<|ifm|im_end|>"]
 _IFM_MARKUP = [
     f"<{slash}ifm|{name}>"

@@ -19,7 +19,6 @@ from rl360.agents.terminus_2 import Terminus2Agent
 from rl360.types import Stop
 from tests.agents.test_terminus_2 import DONE, act
 from tests.gateway.conformance.conformance_kit import (
-    KEEPS_HISTORY,
     TEMPLATES,
     Meeting,
     call,
@@ -61,18 +60,15 @@ def turns(agent: type, template: str) -> list[str]:
     return [thought(template, text) for text in said]
 
 
-def check(met: Meeting, template: str, agent: type) -> None:
+def check(met: Meeting, agent: type) -> None:
     """What holds of every attempt without an edited history."""
     assert met.error is None
     check_truth(met.session, met.samples)
     assert len(met.session.turns) == len(met.samples)
     if agent is not SingleTurnAgent:
         assert met.metadata["turns"] == len(met.samples)
-    if template in KEEPS_HISTORY or agent is not BashAgent:
-        assert met.forks == []
-        assert len(met.session.segments) == min(1, len(met.samples))
-    else:
-        assert set(met.forks) <= {"template_rewrites_history"}
+    assert met.forks == []
+    assert len(met.session.segments) == min(1, len(met.samples))
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -80,7 +76,7 @@ def check(met: Meeting, template: str, agent: type) -> None:
 async def test_a_whole_attempt(agent: type, template: str, tmp_path: Path) -> None:
     script = turns(agent, template)
     met = await meeting(agent, template, tmp_path, script, instruction=INSTRUCTION)
-    check(met, template, agent)
+    check(met, agent)
     assert len(met.samples) == len(script)
     assert met.metadata["stop"] == "finished"
     assert met.session.stop is None
@@ -95,7 +91,7 @@ async def test_a_whole_attempt(agent: type, template: str, tmp_path: Path) -> No
 async def test_on_smollm2s_own_template(agent: type, tmp_path: Path, smollm2_dir: Path) -> None:
     script = turns(agent, "smollm2")
     met = await meeting(agent, "smollm2", tmp_path, script, instruction=INSTRUCTION, checkpoint=smollm2_dir)
-    check(met, "smollm2", agent)
+    check(met, agent)
     assert len(met.samples) == len(script)
     assert met.metadata["stop"] == "finished"
 
@@ -106,7 +102,7 @@ async def test_a_turn_that_was_cut_and_what_follows(agent: type, template: str, 
     """A length stop, an answer to it, and on in the same segment."""
     script = turns(agent, template)
     met = await meeting(agent, template, tmp_path, ["x" * 500, *script], max_new_tokens=450, instruction=INSTRUCTION)
-    check(met, template, agent)
+    check(met, agent)
     assert met.session.truncated_turns == 1
     assert (met.session.stop, met.metadata["stop"]) == (None, "finished")
 
@@ -115,7 +111,7 @@ async def test_a_turn_that_was_cut_and_what_follows(agent: type, template: str, 
 async def test_turns_used_up(agent: type, tmp_path: Path) -> None:
     script = turns(agent, "chatml")[:2]
     met = await meeting(agent, "chatml", tmp_path, script, max_turns=2, instruction=INSTRUCTION)
-    check(met, "chatml", agent)
+    check(met, agent)
     assert (met.session.stop, met.metadata["stop"], len(met.samples)) == (Stop.TURNS, "turns", 2)
 
 
@@ -124,7 +120,7 @@ async def test_tokens_used_up(agent: type, tmp_path: Path) -> None:
     """The context ends within a turn, or leaves no room for one: never an error, and the verifier can run."""
     script = [text + " and so on" * 200 for text in turns(agent, "chatml")]
     met = await meeting(agent, "chatml", tmp_path, script, max_context_tokens=2500, instruction=INSTRUCTION)
-    check(met, "chatml", agent)
+    check(met, agent)
     assert met.session.stop is Stop.LENGTH
     assert sum(len(segment.token_ids_T) for segment in met.session.segments) <= 2500
 
@@ -132,7 +128,7 @@ async def test_tokens_used_up(agent: type, tmp_path: Path) -> None:
 @pytest.mark.parametrize("agent", AGENTS[1:], ids=lambda agent: agent.__name__)
 async def test_nothing_but_cut_turns(agent: type, tmp_path: Path) -> None:
     met = await meeting(agent, "chatml", tmp_path, ["x" * 500] * 50, max_new_tokens=100)
-    check(met, "chatml", agent)
+    check(met, agent)
     assert 3 <= len(met.samples) <= 4
     assert met.session.stop is Stop.LENGTH
 
@@ -174,7 +170,7 @@ async def test_random_policies(
             options=options,
             instruction=INSTRUCTION,
         )
-    check(met, template, agent)
+    check(met, agent)
     assert len(met.samples) <= max_turns
     assert met.session.stop is not Stop.INFRASTRUCTURE
 

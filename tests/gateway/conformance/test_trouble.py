@@ -33,7 +33,7 @@ async def test_a_retry_after_a_500(agent: type, template: str, tmp_path: Path) -
     """The agent's retry is the same turn: sampled once, kept once, and the attempt is sound."""
     faults = [Fault("status", 500)]
     met = await meeting(agent, template, tmp_path, turns(agent, template), faults=faults, instruction=INSTRUCTION)
-    check(met, template, agent)
+    check(met, agent)
     assert (met.session.stop, met.session.cause, met.metadata["stop"]) == (None, None, "finished")
 
 
@@ -51,7 +51,7 @@ async def test_replies_that_parsers_and_encoders_choke_on(agent: type, template:
     ]
     script = [piece for text in hostile for piece in (thought(template, text), turns(agent, template)[0])]
     met = await meeting(agent, template, tmp_path, [*script, *turns(agent, template)[1:]], instruction=INSTRUCTION)
-    check(met, template, agent)
+    check(met, agent)
     assert (met.session.stop, met.session.cause) == (None, None)
 
 
@@ -167,5 +167,5 @@ async def test_a_hundred_turns_are_one_segment(template: str, tmp_path: Path) ->
     script = [call(template, "bash", command="true")] * 99 + [call(template, "submit")]
     script = [thought(template, text) for text in script]
     met = await meeting(BashAgent, template, tmp_path, script)
-    check(met, template, BashAgent)
+    check(met, BashAgent)
     assert (len(met.samples), met.metadata["stop"]) == (100, "finished")

@@ -161,5 +161,5 @@ class Expectation:
 
 
 def _not_sent(name: str) -> bool:
-    """Tensors of an engine that no checkpoint has: tables computed from the config, and a head tied to the embedding."""
+    """An engine's tensors that no checkpoint has: tables computed from the config, and a head tied to the embedding."""
     return any(part in name for part in ("cos_sin_cache", "inv_freq")) or name == "lm_head.weight"

@@ -26,7 +26,7 @@ def join_group(address: str, port: int, rank: int, world_size: int, name: str, b
         [],
         c10d.Backend(backend),
         c10d.PrefixStore(name, store),
-        group_name=name,
+        group_name=c10d.GroupName(name),
         timeout=timeout,
     )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}

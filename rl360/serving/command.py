@@ -1,0 +1,148 @@
+"""What starts one server: its command line, environment, ports and devices. Pure, but for asking for free ports.
+
+In: the numbers of `rollout.sglang` and of the run. Out: a `Launch` for each server. Flags are SGLang 0.5.16's; any
+command that takes them will do, and RL360's embedded engine is one (`python -m rl360.gateway.embedded.serve`).
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl360.errors import ConfigError, InfrastructureError
+
+SGLANG = (sys.executable, "-m", "sglang.launch_server")
+PORTS_PER_SERVER = 2  # HTTP, and the rendezvous of its tensor-parallel ranks
+SEED_STEP = 1009  # between two servers' seeds, so that no two sample alike
+ENVIRONMENT = {
+    # A health check must neither wait behind a pause nor cost a token; the fleet asks the scheduler itself.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFlags:
+    """What is the same for every server of a fleet. None leaves a flag to SGLang."""
+
+    model_path: Path
+    context_length: int  # tokens of prompt and output
+    command: tuple[str, ...] = SGLANG
+    tensor_parallel_size: int = 1
+    dtype: str = "bfloat16"
+    load_format: str | None = None
+    weight_version: int = 0
+    seed: int = 0
+    host: str = "127.0.0.1"
+    attention_backend: str | None = None
+    sampling_backend: str | None = None
+    grammar_backend: str | None = None
+    mem_fraction_static: float | None = None
+    max_running_requests: int | None = None
+    cuda_graph_max_bs: int | None = None  # 0: no CUDA graphs at all
+    prefill_cuda_graph: bool = False
+    memory_saver: bool = False
+    external_model_package: str | None = None
+    extra_args: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One server, ready to be started: `{**os.environ, **environment}` and `command`."""
+
+    index: int
+    url: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def launches(flags: ServerFlags, num_servers: int, base_port: int, devices: Sequence[str]) -> list[Launch]:
+    """One plan of ports and devices for the whole fleet.
+
+    `devices` are names for CUDA_VISIBLE_DEVICES, the first `tensor_parallel_size` for server 0 and so on; none: the
+    variable is left alone. Raises `ConfigError` when they do not suffice.
+    """
+    needed = num_servers * flags.tensor_parallel_size
+    if devices and len(devices) < needed:
+        raise ConfigError(
+            f"rollout.sglang: {num_servers} servers of tensor_parallel_size {flags.tensor_parallel_size} need {needed} "
+            f"devices, there are {len(devices)} ({', '.join(devices)}); try fewer servers, or set devices"
+        )
+    ports = plan_ports(num_servers, base_port, flags.host)
+    return [
+        _launch(flags, index, ports[index], devices[index * flags.tensor_parallel_size :][: flags.tensor_parallel_size])
+        for index in range(num_servers)
+    ]
+
+
+def plan_ports(num_servers: int, base_port: int, host: str = "127.0.0.1") -> list[tuple[int, int]]:
+    """(HTTP, rendezvous) of each server: neighbours from `base_port` on, or free ones for 0.
+
+    Raises `InfrastructureError` `engine_start` naming a port that is taken.
+    """
+    if base_port:
+        flat = list(range(base_port, base_port + PORTS_PER_SERVER * num_servers))
+        for port in flat:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                except OSError as error:
+                    problem = f"port {port} of rollout.sglang.base_port {base_port} cannot be used on {host}: {error}"
+                    raise InfrastructureError("engine_start", problem) from None
+    else:
+        probes = [socket.socket() for _ in range(PORTS_PER_SERVER * num_servers)]  # all at once, or one comes twice
+        try:
+            for probe in probes:
+                probe.bind((host, 0))
+            flat = [probe.getsockname()[1] for probe in probes]
+        finally:
+            for probe in probes:
+                probe.close()
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _launch(flags: ServerFlags, index: int, ports: tuple[int, int], devices: Sequence[str]) -> Launch:
+    port, rendezvous_port = ports
+    command = [
+        *flags.command,
+        *("--model-path", str(flags.model_path)),
+        *("--host", flags.host),
+        *("--port", str(port)),
+        *("--nccl-port", str(rendezvous_port)),
+        *("--tp-size", str(flags.tensor_parallel_size)),
+        *("--dtype", flags.dtype),
+        *("--context-length", str(flags.context_length)),
+        *("--weight-version", str(flags.weight_version)),
+        *("--random-seed", str(flags.seed + SEED_STEP * index)),
+        "--skip-server-warmup",
+        "--enable-metrics",
+    ]
+    for flag, value in (
+        ("--load-format", flags.load_format),
+        ("--attention-backend", flags.attention_backend),
+        ("--sampling-backend", flags.sampling_backend),
+        ("--grammar-backend", flags.grammar_backend),
+        ("--mem-fraction-static", flags.mem_fraction_static),
+        ("--max-running-requests", flags.max_running_requests),
+    ):
+        if value is not None:
+            command += [flag, str(value)]
+    if flags.cuda_graph_max_bs == 0:
+        command.append("--disable-decode-cuda-graph")
+    elif flags.cuda_graph_max_bs is not None:
+        command += ["--cuda-graph-max-bs-decode", str(flags.cuda_graph_max_bs)]
+    if not flags.prefill_cuda_graph or flags.cuda_graph_max_bs == 0:
+        command.append("--disable-prefill-cuda-graph")  # capturing them took 75 s for a model of 135M
+    if flags.memory_saver:
+        command.append("--enable-memory-saver")
+    environment = {**ENVIRONMENT, **flags.environment}
+    if devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    if flags.external_model_package:
+        environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = flags.external_model_package
+    return Launch(index, f"http://{flags.host}:{port}", (*command, *flags.extra_args), environment)

@@ -1,0 +1,96 @@
+"""`python -m rl360.serving.keeper GRACE_S -- COMMAND...`: runs one server, and ends it with everything it started.
+
+In: a pipe on standard input that the driver holds open. Out: the server's own output, its exit code. The server ends
+when the pipe closes (the driver asked, or died, however it died), on SIGTERM, or by itself; its process group gets
+SIGTERM, GRACE_S seconds, then SIGKILL, and so does whatever left the group: the keeper is the reaper of its orphans.
+If the keeper is killed, the kernel kills the server, and the server's ranks see their parent go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+REAP_S = 5.0  # for SIGKILL to take effect; longer is an uninterruptible sleep
+POLL_S = 0.05
+
+
+def main(arguments: Sequence[str]) -> int:
+    grace_s, dashes, *command = arguments
+    assert dashes == "--", "usage: keeper GRACE_S -- COMMAND..."
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    wake_read, wake_write = os.pipe()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os.write(wake_write, b"x"))
+
+    def die_with_keeper() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_keeper, close_fds=True
+    )
+    poll = select.poll()
+    for descriptor in (sys.stdin.fileno(), wake_read):
+        poll.register(descriptor, select.POLLIN)
+    try:
+        poll.register(os.pidfd_open(server.pid), select.POLLIN)
+        wait_ms = None
+    except OSError:  # no pidfd here: look now and then
+        wait_ms = int(POLL_S * 1000)
+    while server.poll() is None:
+        ready = {descriptor for descriptor, _ in poll.poll(wait_ms)}
+        if ready & {sys.stdin.fileno(), wake_read}:
+            _end(server, float(grace_s))
+            break
+    _kill_rest(server.pid)
+    code = server.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _end(server: subprocess.Popen[bytes], grace_s: float) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        server.wait(grace_s)
+
+
+def _kill_rest(group: int) -> None:
+    """SIGKILL to the group and to every child that is left, orphans among them."""
+    deadline = time.monotonic() + REAP_S
+    while time.monotonic() < deadline:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+        children = _children()
+        if not children:
+            return
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            if child != group:
+                with suppress(ChildProcessError):
+                    os.waitpid(child, os.WNOHANG)
+        if children == [group]:
+            return
+        time.sleep(0.01)
+
+
+def _children() -> list[int]:
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            found += [int(pid) for pid in (task / "children").read_text().split()]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,148 @@
+"""One life of one server: started under a keeper, asked whether it is ready or well, ended with all it started.
+
+In: a `Launch` and a log file. Out: readiness within a deadline, with a line of progress now and then; liveness without
+generating. Which server is started when, and what its death means, is left to rl360.serving.fleet.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from rl360.errors import InfrastructureError
+from rl360.serving.command import Launch
+
+log = logging.getLogger(__name__)
+
+READY_POLL_S = 0.2
+PROGRESS_S = 15.0  # between two lines while a server starts
+TAIL_BYTES = 4000  # of a dead server's log, quoted in the error
+KEEPER_MARGIN_S = 8.0  # the keeper's own time to end and reap, beyond the grace that the server has
+
+
+class ServerProcess:
+    """Started by the constructor. Every method may be called from any thread."""
+
+    def __init__(self, launch: Launch, log_path: Path, grace_s: float = 10.0, api_key: str | None = None) -> None:
+        self.launch = launch
+        self._log_path = log_path
+        self._grace_s = grace_s
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        keeper = [sys.executable, "-P", "-u", "-m", "rl360.serving.keeper", str(grace_s), "--", *launch.command]
+        root = str(Path(__file__).parents[2])  # -P leaves the working directory out; the keeper must still be found
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with log_path.open("ab") as file:
+            file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(launch.command)}\n".encode())
+            file.flush()
+            self._keeper = subprocess.Popen(
+                keeper,
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **launch.environment},
+                start_new_session=True,  # Ctrl-C reaches the driver alone
+            )
+
+    @property
+    def url(self) -> str:
+        return self.launch.url
+
+    @property
+    def keeper_pid(self) -> int:
+        return self._keeper.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._keeper.poll()
+
+    def wait_ready(self, timeout_s: float, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Until /health answers 200 and /model_info answers. False when `stopped` said so first.
+
+        Raises InfrastructureError `engine_start` with the end of the log when it exits or takes longer.
+        """
+        began = said = time.monotonic()
+        while not stopped():
+            now = time.monotonic()
+            if (code := self.exit_code()) is not None:
+                raise InfrastructureError("engine_start", f"{self._name} ended with code {code}; {self.log_tail()}")
+            if self.get("/health", READY_POLL_S * 10) is not None and self.get("/model_info", 5.0) is not None:
+                log.info("%s is ready after %.0f s", self._name, now - began)
+                return True
+            if now - began > timeout_s:
+                raise InfrastructureError(
+                    "engine_start", f"{self._name} is not ready after {timeout_s:g} s; {self.log_tail()}"
+                )
+            if now - said > PROGRESS_S:
+                said = now
+                last = self.log_tail().rpartition("\n")[2][:160]
+                log.info(
+                    "waiting for %s: %.0f of at most %.0f s; its log: %s", self._name, now - began, timeout_s, last
+                )
+            time.sleep(READY_POLL_S)
+        return False
+
+    def well(self, timeout_s: float) -> bool:
+        """Whether its scheduler answers (/server_info asks it), paused or not; generates nothing."""
+        return self.get("/server_info", timeout_s) is not None
+
+    def get(self, path: str, timeout_s: float) -> Mapping[str, object] | None:
+        """A JSON answer, {} for a 200 without one, None for anything else."""
+        request = urllib.request.Request(self.url + path, headers=self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+                raw = reply.read()
+        except (OSError, ValueError, urllib.error.HTTPError):  # refused, 4xx and 5xx, timed out, not HTTP
+            return None
+        with suppress(ValueError):
+            found = json.loads(raw)
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    def close(self, at_once: bool = False) -> None:
+        """End it: SIGTERM and its grace, or SIGKILL `at_once`. Idempotent, and waits until it is gone."""
+        assert self._keeper.stdin is not None
+        if at_once and self.exit_code() is None:
+            for child in _children(self._keeper.pid):
+                with suppress(ProcessLookupError):
+                    os.killpg(child, signal.SIGKILL)  # a stopped server takes no other signal; the keeper ends the rest
+        with suppress(OSError):
+            self._keeper.stdin.close()
+        try:
+            self._keeper.wait(self._grace_s + KEEPER_MARGIN_S)
+        except subprocess.TimeoutExpired:
+            log.error("%s does not end; killing its keeper %d", self._name, self._keeper.pid)
+            self._keeper.kill()
+            self._keeper.wait()
+
+    def log_tail(self) -> str:
+        try:
+            with self._log_path.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+                tail = file.read().decode(errors="replace").rstrip()
+        except OSError:
+            tail = "(no log)"
+        return f"its log {self._log_path} ends:\n{tail}"
+
+    @property
+    def _name(self) -> str:
+        return f"server {self.launch.index} ({self.url})"
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found

@@ -1,0 +1,87 @@
+"""Command lines, ports and devices of a fleet."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl360.errors import ConfigError, InfrastructureError
+from rl360.serving.command import SEED_STEP, ServerFlags, launches, plan_ports
+
+
+def value(command: tuple[str, ...], flag: str) -> str:
+    return command[command.index(flag) + 1]
+
+
+def test_two_servers_of_two_devices() -> None:
+    flags = ServerFlags(
+        model_path=Path("/m"),
+        context_length=4096,
+        tensor_parallel_size=2,
+        seed=7,
+        weight_version=3,
+        attention_backend="triton",
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        mem_fraction_static=0.5,
+        cuda_graph_max_bs=256,
+        memory_saver=True,
+        external_model_package="rl360.models.sglang_external",
+        extra_args=("--page-size", "16"),
+    )
+    first, second = launches(flags, 2, 0, ["4", "5", "6", "7"])
+    assert first.command[:3] == (sys.executable, "-m", "sglang.launch_server")
+    assert first.environment["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert second.environment["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert first.environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "rl360.models.sglang_external"
+    assert first.environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    expected = {
+        "--model-path": "/m",
+        "--tp-size": "2",
+        "--dtype": "bfloat16",
+        "--context-length": "4096",
+        "--weight-version": "3",
+        "--attention-backend": "triton",
+        "--sampling-backend": "pytorch",
+        "--grammar-backend": "none",
+        "--mem-fraction-static": "0.5",
+        "--cuda-graph-max-bs-decode": "256",
+        "--page-size": "16",
+    }
+    assert {flag: value(first.command, flag) for flag in expected} == expected
+    assert {"--enable-memory-saver", "--disable-prefill-cuda-graph", "--skip-server-warmup"} <= set(first.command)
+    assert (value(first.command, "--random-seed"), value(second.command, "--random-seed")) == ("7", str(7 + SEED_STEP))
+    ports = [value(one.command, flag) for one in (first, second) for flag in ("--port", "--nccl-port")]
+    assert len(set(ports)) == 4
+    assert first.url == f"http://127.0.0.1:{ports[0]}"
+
+
+def test_what_is_not_set_is_left_to_the_server() -> None:
+    (one,) = launches(ServerFlags(Path("/m"), 100, command=("serve",)), 1, 0, [])
+    assert "CUDA_VISIBLE_DEVICES" not in one.environment
+    assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in one.environment
+    assert not {"--attention-backend", "--mem-fraction-static", "--cuda-graph-max-bs-decode"} & set(one.command)
+    (without,) = launches(ServerFlags(Path("/m"), 100, cuda_graph_max_bs=0, prefill_cuda_graph=True), 1, 0, [])
+    assert {"--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"} <= set(without.command)
+
+
+def test_too_few_devices_are_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"2 servers of tensor_parallel_size 2 need 4 devices, there are 3 \(0, 1, 2\)"
+    ):
+        launches(ServerFlags(Path("/m"), 100, tensor_parallel_size=2), 2, 0, ["0", "1", "2"])
+
+
+def test_ports_from_a_base_are_neighbours_and_a_taken_one_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(InfrastructureError, match=f"port {port} of rollout.sglang.base_port {port - 1}"):
+            plan_ports(1, port - 1)
+    ports = plan_ports(3, port)
+    assert ports == [(port, port + 1), (port + 2, port + 3), (port + 4, port + 5)]
+    assert len({p for pair in plan_ports(20, 0) for p in pair}) == 40

@@ -28,6 +28,7 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
     return [
         "experiment=quickstart",
         f"model.path={write_tiny_llama(tmp_path / 'model')}",
+        "model.expect=null",
         f"paths.outputs={tmp_path / 'out'}",
         f"paths.cache={tmp_path / 'cache'}",
         "cluster._target_=stub_launcher.StubLauncher",

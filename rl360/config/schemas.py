@@ -19,10 +19,11 @@ class ModelConfig:
     path: str | None = None  # HF checkpoint folder; null: paths.models/<name>, fetched by `rl360 model fetch`
     source: str | None = None  # where `model fetch` gets it: hub id, or null when it cannot be fetched
     revision: str | None = None  # pinned hub revision; null: the default branch
-    tool_parser: str = "none"  # none | hermes | k2_horizon
+    tool_parser: str = "none"  # none | hermes (also called qwen25) | k2_horizon
     reasoning_parser: str = "none"  # none | qwen3 | k2_horizon
     max_context_tokens: int = 2048  # what the model was trained for; rollout.max_context_tokens may not exceed it
     random_init: bool = False  # true: the folder holds config and tokenizer only; weights from `seed` (tests)
+    expect: dict[str, Any] | None = None  # what config.json must say, and num_parameters; null: any model will do
 
 
 @dataclass
@@ -191,6 +192,7 @@ class ClusterConfig:
     name: str = "local"
     client_timeout_s: float = 800.0  # the rollout gives up on a trial after this
     trial_timeout_s: float = 700.0  # one Harbor trial: sandbox, agent and verifier
+    gpu_memory_gib: float | None = None  # of one GPU, for forecasts; null: of this machine's, or a usual card's
     no_progress_s: float = 1000.0  # the watchdog ends a run that has not moved for this long; above client_timeout_s
 
 

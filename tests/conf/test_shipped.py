@@ -37,10 +37,9 @@ def test_every_option_loads(group, name):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_checks(name, tmp_path):
     model = write_tiny_llama(tmp_path / "model")
-    overrides = (f"experiment={name}", f"model.path={model}", f"paths.outputs={tmp_path}", f"paths.cache={tmp_path}")
-    examined = examine(
-        compose(Request((*overrides, "sandbox.import_path=rl360.sandboxes.local.environment:LocalSandbox")))
-    )
+    places = (f"model.path={model}", f"paths.outputs={tmp_path}", f"paths.cache={tmp_path}")
+    here = ("model.expect=null", "sandbox.import_path=rl360.sandboxes.local.environment:LocalSandbox")
+    examined = examine(compose(Request((f"experiment={name}", *places, *here))))
     problems = [p for p in examined.problems if not p.startswith("sandbox: ")]  # this machine's, not the file's
     assert problems == []
     assert examined.values["name"] == name

@@ -158,6 +158,8 @@ class Session:
     engine_wait_s: float
     truncated_turns: int = 0
     retries_deduplicated: int = 0
+    engine_resends: int = 0  # requests that failed under us and that the proxy sent again
+    engine_moves: int = 0  # how often the session went on with another engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,7 @@ class HttpEngine:
 
         When the deadline passes the engine is told to drop the request.
         """
-        rest = {"sampling_params": dict(sampling_params), "return_logprob": True, "rid": rid, "stream": False}
-        ids = input_ids.json if isinstance(input_ids, PromptIds) else ",".join(map(str, map(int, input_ids))).encode()
-        body = b'{"input_ids":[' + ids + b"]," + json.dumps(rest).encode()[1:]
+        body = generate_body(input_ids, sampling_params, rid)
         try:
             reply = await self._json("POST", "/generate", body, self._request_timeout_s)
         except EngineError as error:
@@ -109,6 +107,15 @@ class HttpEngine:
             raise EngineError("engine_reply", f"{self.url}: neither /model_info nor /server_info has weight_version")
         return merged
 
+    async def version(self) -> int:
+        """The version that is served, by /model_info alone: it answers also while generation is paused."""
+        reply = await self._either("/model_info", "/get_model_info")
+        served = reply.get("weight_version")
+        try:
+            return int(str(served))
+        except ValueError:
+            raise EngineError("engine_reply", f"{self.url}: weight_version is {served!r}; expected a number") from None
+
     async def close(self) -> None:
         session = self._sessions.pop(asyncio.get_running_loop(), None)
         if session is not None:
@@ -140,14 +147,24 @@ class HttpEngine:
         return reply
 
     async def _call(self, method: str, path: str, body: Any, timeout_s: float) -> bytes:
+        status, raw, _ = await self.exchange(method, path, body, timeout_s)
+        if status >= 400:
+            raise EngineError(f"engine_status_{status}", f"{self.url}{path}: {_quote(raw)}")
+        return raw
+
+    async def exchange(
+        self, method: str, path: str, body: Any, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        """One request, whatever its status: (status, body, headers). Raises EngineError where no whole answer came."""
         where = self.url + path
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
+        sent = {**self._headers, **(headers or {})}
+        if data is not None:
+            sent["Content-Type"] = "application/json"
         try:
             async with asyncio.timeout(timeout_s):
-                async with self._session().request(method, where, data=data, headers=headers) as response:
-                    raw = await response.read()
-                    status = response.status
+                async with self._session().request(method, where, data=data, headers=sent) as response:
+                    return response.status, await response.read(), response.headers
         except TimeoutError:
             raise EngineError("engine_timeout", f"{where} did not answer in {timeout_s:g} s") from None
         except (aiohttp.ClientPayloadError, aiohttp.http_exceptions.HttpProcessingError) as error:
@@ -156,9 +173,6 @@ class HttpEngine:
             raise EngineError("engine_reply", f"{where}: not HTTP ({error!r})") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError("engine_refused", f"{where}: {error!r}") from None
-        if status >= 400:
-            raise EngineError(f"engine_status_{status}", f"{where}: {_quote(raw)}")
-        return raw
 
     def _session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
@@ -170,6 +184,13 @@ class HttpEngine:
             )
             self._sessions[loop] = session
         return session
+
+
+def generate_body(input_ids: SequenceABC[int], sampling_params: Mapping[str, object], rid: str) -> bytes:
+    """The body of one /generate: always with logprobs, never streamed."""
+    rest = {"sampling_params": dict(sampling_params), "return_logprob": True, "rid": rid, "stream": False}
+    ids = input_ids.json if isinstance(input_ids, PromptIds) else ",".join(map(str, map(int, input_ids))).encode()
+    return b'{"input_ids":[' + ids + b"]," + json.dumps(rest).encode()[1:]
 
 
 def reply_problem(reply: Mapping[str, Any]) -> str | None:

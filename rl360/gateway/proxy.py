@@ -12,33 +12,33 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
 from aiohttp import web
 
-from rl360.errors import ConfigError, EngineError, InfrastructureError
+from rl360.errors import ConfigError, InfrastructureError
 from rl360.gateway.engine_client import HttpEngine
-from rl360.gateway.engine_pool import EnginePool, mix_seed, read_reply, sampling_params
+from rl360.gateway.engine_pool import EnginePool
 from rl360.gateway.openai_api import RequestError, stream_events
 from rl360.gateway.parsers import make_parser
 from rl360.gateway.replies import Services
+from rl360.gateway.routes import LeastLoaded, Route
 from rl360.gateway.session import ProxySession
 from rl360.gateway.session_log import SessionLog
+from rl360.gateway.smg_route import SmgRoute
 from rl360.gateway.templates import ChatTemplate
 from rl360.gateway.tokenizer import TextTokenizer
-from rl360.protocols import Engine
-from rl360.types import AttemptSpec, Sampling, Session
+from rl360.gateway.verify import make_question, verify_hops
+from rl360.types import AttemptSpec, Session
 
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 256 * 2**20  # histories of tool output are long; the default of 1 MiB is not for agents
 NUM_THREADS = 4  # templates hold the interpreter, tokenization does not: a few threads keep both busy
 BACKLOG = 1024  # agents connect in bursts, a whole batch at once
-VERIFY_TOKENS = 4
 
 
 class ProxyWorker:
@@ -53,6 +53,8 @@ class ProxyWorker:
         request_timeout_s: of one model call, resumptions included.
         log_dir: sessions.jsonl goes there.
         api_key_env: name of the variable that holds the engines' key; None: no key.
+        smg_url: SMG, which stands between this proxy and the engines; None: the proxy chooses the engine itself.
+        smg_key: SMG's own key where the engines have none.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class ProxyWorker:
         request_timeout_s: float = 120.0,
         log_dir: str | Path = ".",
         api_key_env: str | None = None,
+        smg_url: str | None = None,
+        smg_key: str | None = None,
     ) -> None:
         if not engine_urls:
             raise ConfigError("rollout.engine_urls: empty; expected the URL of at least one engine")
@@ -80,6 +84,8 @@ class ProxyWorker:
         self._timeout_s = request_timeout_s
         self._log_dir = Path(log_dir)
         self._api_key = os.environ[api_key_env] if api_key_env else None
+        self._smg_url = smg_url
+        self._smg_key = self._api_key or smg_key
         self._sessions: dict[str, ProxySession] = {}
 
     async def start(self) -> None:
@@ -88,8 +94,15 @@ class ProxyWorker:
         loop = asyncio.get_running_loop()
         tokenizer = await loop.run_in_executor(self._executor, TextTokenizer.from_folder, self._tokenizer_dir)
         template = await loop.run_in_executor(self._executor, ChatTemplate, tokenizer)
-        self._engines: list[Engine] = [self._client(url) for url in self._engine_urls]
-        pool = EnginePool(self._engines, self._timeout_s, tokenizer.decode)
+        self._engines = [self._client(url) for url in self._engine_urls]
+        self._smg: HttpEngine | None = None
+        route: Route
+        if self._smg_url is None:
+            route = LeastLoaded(self._engines)
+        else:
+            self._smg = HttpEngine(self._smg_url, request_timeout_s=self._timeout_s, api_key=self._smg_key)
+            route = SmgRoute(self._smg, self._engines, self._timeout_s)
+        pool = EnginePool(route, self._timeout_s, tokenizer.decode)
         self._services = Services(tokenizer, template, self._parser, pool, self._executor)
         self._log = SessionLog(self._log_dir / "sessions.jsonl")
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
@@ -104,7 +117,7 @@ class ProxyWorker:
         self._port = self._runner.addresses[0][1]
         log.info("proxy listens on %s for %d engine(s)", self.url(), len(self._engines))
 
-    def _client(self, url: str) -> Engine:
+    def _client(self, url: str) -> HttpEngine:
         return HttpEngine(url, request_timeout_s=self._timeout_s, api_key=self._api_key)
 
     async def set_engines(self, urls: Sequence[str]) -> None:
@@ -115,6 +128,10 @@ class ProxyWorker:
         self._services.pool.set_engines(self._engines)
         log.info("the serving set is %s", ", ".join(urls) or "empty")
         await asyncio.gather(*(engine.close() for engine in left), return_exceptions=True)
+
+    def counts(self) -> Mapping[str, int]:
+        """What failed under the sessions since the start: see Route.counts."""
+        return self._services.pool.route.counts()
 
     def url(self) -> str:
         return f"http://{self._host}:{self._port}"
@@ -141,23 +158,12 @@ class ProxyWorker:
         return True
 
     async def verify(self) -> list[str]:
-        """Ask each engine for a few tokens and check every field that training needs; returns the engines' URLs.
+        """Ask each engine for a few tokens, SMG too, and check every field that training needs.
 
-        Raises EngineError naming the engine and every missing field.
+        Returns the engines' URLs. Raises EngineError naming every missing field and the hop that lost it.
         """
-        ids = (await self._offload_encode("a"))[:1] or [0]
-        params = sampling_params(replace(Sampling(), max_new_tokens=VERIFY_TOKENS), VERIFY_TOKENS, mix_seed(0, 0))
-        for engine in self._engines:
-            reply = read_reply(await engine.generate(ids, params, "verify"), engine.url)
-            if reply.finish_type == "abort":
-                raise EngineError("engine_reply", f"{engine.url}: aborted the first request: is it paused?")
-            if reply.finish_type == "length" and len(reply.token_ids) != VERIFY_TOKENS:
-                raise EngineError(
-                    "engine_reply",
-                    f"{engine.url}: {len(reply.token_ids)} tokens; asked for {VERIFY_TOKENS} (max_new_tokens)",
-                )
-            if any(logprob > 0 for logprob in reply.logprobs):
-                raise EngineError("engine_reply", f"{engine.url}: output_token_logprobs above 0: {reply.logprobs}")
+        ids = await self._offload_encode("The first request of this run. ")
+        await verify_hops(self._engines, self._smg, make_question(ids or [0], "verify"), self._timeout_s)
         return [engine.url for engine in self._engines]
 
     async def close(self) -> None:
@@ -166,6 +172,7 @@ class ProxyWorker:
             await self.discard(try_id)
         await self._runner.cleanup()
         await self._services.pool.close()
+        await asyncio.gather(*(engine.close() for engine in self._engines), return_exceptions=True)
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._log.close()
 
@@ -181,7 +188,7 @@ class ProxyWorker:
         return await loop.run_in_executor(self._executor, self._services.tokenizer.encode, text)
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "sessions": len(self._sessions)})
+        return web.json_response({"status": "ok", "sessions": len(self._sessions), **self.counts()})
 
     async def _models(self, request: web.Request) -> web.Response:
         if request.match_info["try_id"] not in self._sessions:

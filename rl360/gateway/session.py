@@ -19,7 +19,8 @@ from datetime import datetime
 from typing import Any
 
 from rl360.errors import EngineError
-from rl360.gateway.engine_pool import mix_seed
+from rl360.gateway.engine_pool import Generation
+from rl360.gateway.generation import mix_seed
 from rl360.gateway.openai_api import (
     ChatRequest,
     ReplyOptions,
@@ -127,6 +128,9 @@ class ProxySession:
         self._numbers: dict[bytes, int] = {}
         self._turns: list[tuple[Turn, Call]] = []
         self._retries = 0
+        self._resends = 0
+        self._moves = 0
+        self._engine_url: str | None = None  # that gave the last turn
         self._stop: Stop | None = None
         self._failure: tuple[int, str] | None = None  # (clock tick, cause) of the last call that failed
         self._tick = 0
@@ -236,6 +240,7 @@ class ProxySession:
                 min(sampling.max_new_tokens, room),
                 mix_seed(self.spec.seed, number),
             )
+            self._count(generation)
             message, known = await self._offload(
                 assistant_message, self._services, request, plan, generation, (self.spec.seed, number)
             )
@@ -295,6 +300,11 @@ class ProxySession:
         if self._stop is Stop.LENGTH:
             raise context_length_error("the session reached its token cap")
 
+    def _count(self, generation: Generation) -> None:
+        self._resends += generation.resends
+        self._moves += self._engine_url not in (None, generation.engine_url)
+        self._engine_url = generation.engine_url
+
     def _fail(self, cause: str) -> None:
         self._tick += 1
         self._failure = (self._tick, cause)
@@ -347,7 +357,8 @@ class ProxySession:
         cause = None
         if self._failure is not None:
             stop, cause = Stop.INFRASTRUCTURE, self._failure[1]
-        return Session(segments, turns, stop, cause, self._waited_s, self._num_truncated(), self._retries)
+        counts = (self._num_truncated(), self._retries, self._resends, self._moves)
+        return Session(segments, turns, stop, cause, self._waited_s, *counts)
 
     async def _offload(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._services.executor, function, *args)

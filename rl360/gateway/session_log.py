@@ -38,6 +38,8 @@ class SessionLog:
             "cause": session.cause,
             "truncated_turns": session.truncated_turns,
             "retries_deduplicated": session.retries_deduplicated,
+            "engine_resends": session.engine_resends,
+            "engine_moves": session.engine_moves,
             "engine_wait_s": round(session.engine_wait_s, 6),
             "discarded": discarded,
         }

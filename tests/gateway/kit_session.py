@@ -13,6 +13,7 @@ from typing import Any
 from rl360.gateway.engine_pool import EnginePool
 from rl360.gateway.parsers import make_parser
 from rl360.gateway.replies import Services
+from rl360.gateway.routes import LeastLoaded
 from rl360.gateway.session import ProxySession
 from rl360.gateway.templates import ChatTemplate
 from rl360.types import AttemptSpec
@@ -68,6 +69,6 @@ def agent(
     engines = [StubEngine(model, f"stub://{i}") for i in range(num_engines)]
     parser = make_parser("hermes", "qwen3" if template in THINKING else "none")
     with ThreadPoolExecutor(2) as executor:
-        pool = EnginePool(engines, timeout_s, tokenizer.decode)
+        pool = EnginePool(LeastLoaded(engines), timeout_s, tokenizer.decode)
         services = Services(tokenizer, template_of(template), parser, pool, executor)
         yield Agent(template, spec or attempt_spec(**sampling), services, model, engines[0])

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from rl360.errors import EngineError
-from rl360.gateway.engine_pool import CODE_BLOCK_REGEX, EnginePool, Generation, mix_seed, read_reply, sampling_params
+from rl360.gateway.engine_pool import EnginePool, Generation
+from rl360.gateway.generation import CODE_BLOCK_REGEX, mix_seed, read_reply, sampling_params
+from rl360.gateway.routes import LeastLoaded
 from rl360.types import Sampling, VersionSpan
 from tests.gateway.kit import tokenizer_of
 from tests.gateway.stub_engine import Fault, StubEngine, StubModel
@@ -28,7 +30,7 @@ async def generate(pool: EnginePool, session: str = "s", max_new_tokens: int = 1
 
 async def test_a_turn() -> None:
     model = stub()
-    generation = await generate(EnginePool([StubEngine(model)], 5))
+    generation = await generate(EnginePool(LeastLoaded([StubEngine(model)]), 5))
     (sample,) = model.samples
     assert tuple(generation.token_ids) == sample.ids
     assert tuple(generation.logprobs) == sample.logprobs
@@ -41,7 +43,7 @@ async def test_an_interrupted_turn_goes_on_from_its_partial_ids() -> None:
     model = stub()
     model.script.extend(["one two three four", "rest"])
     model.faults.extend([Fault("abort", keep=4), Fault("abort", keep=0)])
-    generation = await generate(EnginePool([StubEngine(model)], 5))
+    generation = await generate(EnginePool(LeastLoaded([StubEngine(model)]), 5))
     first, second, third = model.samples
     assert second.prompt == third.prompt == (*PROMPT, *first.ids)
     assert tuple(generation.token_ids) == (*first.ids, *third.ids)
@@ -74,7 +76,7 @@ async def test_a_stop_across_an_interruption_ends_the_turn(sampling: Sampling, p
     model.script.extend(parts)
     tokenizer = model.tokenizer
     model.faults.extend(Fault("abort", keep=len(tokenizer.encode(part))) for part in parts[:-1])
-    pool = EnginePool([StubEngine(model)], 5, tokenizer.decode)
+    pool = EnginePool(LeastLoaded([StubEngine(model)]), 5, tokenizer.decode)
     generation = await pool.generate("s", "s.0", PROMPT, sampling, 100, seed=5)
     ids = generation.token_ids
     cut = [(i, p, s.version) for s in model.samples for i, p in zip(s.ids, s.logprobs, strict=True)][: len(ids)]
@@ -92,14 +94,14 @@ async def test_an_interruption_at_the_last_token_is_a_length_stop() -> None:
     model = stub()
     model.script.append("one two three four")
     model.faults.append(Fault("abort", keep=4))
-    generation = await generate(EnginePool([StubEngine(model)], 5), max_new_tokens=4)
+    generation = await generate(EnginePool(LeastLoaded([StubEngine(model)]), 5), max_new_tokens=4)
     assert (generation.finish_type, len(generation.token_ids), model.num_requests) == ("length", 4, 1)
 
 
 async def test_a_failing_engine_is_left_for_another() -> None:
     broken, good = stub(), stub()
     broken.faults.extend([Fault("status", 500)] * 9)
-    pool = EnginePool([StubEngine(broken, "stub://0"), StubEngine(good, "stub://1")], 5)
+    pool = EnginePool(LeastLoaded([StubEngine(broken, "stub://0"), StubEngine(good, "stub://1")]), 5)
     assert (await generate(pool)).engine_url == "stub://1"
     assert (await generate(pool)).engine_url == "stub://1"
     assert (broken.num_requests, good.num_requests) == (1, 2)
@@ -109,24 +111,24 @@ async def test_the_last_failure_is_the_one_that_is_told() -> None:
     model = stub()
     model.faults.append(Fault("status", 503))
     with pytest.raises(EngineError) as caught:
-        await generate(EnginePool([StubEngine(model)], 5))
+        await generate(EnginePool(LeastLoaded([StubEngine(model)]), 5))
     assert caught.value.cause == "engine_status_503"
 
 
 async def test_a_refused_connection_is_tried_once_more() -> None:
     model = stub()
     model.faults.append(Fault("refused"))
-    await generate(EnginePool([StubEngine(model)], 5))
+    await generate(EnginePool(LeastLoaded([StubEngine(model)]), 5))
     model.faults.extend([Fault("refused"), Fault("refused")])
     with pytest.raises(EngineError, match="engine_refused"):
-        await generate(EnginePool([StubEngine(model)], 5))
+        await generate(EnginePool(LeastLoaded([StubEngine(model)]), 5))
     assert model.num_requests == 4
 
 
 async def test_a_hanging_engine_is_told_to_stop() -> None:
     model = stub()
     model.faults.append(Fault("hang"))
-    pool = EnginePool([StubEngine(model)], 0.1)
+    pool = EnginePool(LeastLoaded([StubEngine(model)]), 0.1)
     with pytest.raises(EngineError, match="engine_timeout"):
         await generate(pool)
     await pool.close()
@@ -136,7 +138,7 @@ async def test_a_hanging_engine_is_told_to_stop() -> None:
 async def test_sessions_are_spread_and_stay() -> None:
     models = [stub(), stub()]
     engines = [StubEngine(model, f"stub://{i}") for i, model in enumerate(models)]
-    pool = EnginePool(engines, 5)
+    pool = EnginePool(LeastLoaded(engines), 5)
     first = [(await generate(pool, f"s{i}")).engine_url for i in range(4)]
     assert first == ["stub://0", "stub://1", "stub://0", "stub://1"]
     assert [(await generate(pool, f"s{i}")).engine_url for i in range(4)] == first
@@ -148,7 +150,7 @@ async def test_sessions_are_spread_and_stay() -> None:
 async def test_the_busier_engine_is_not_chosen() -> None:
     engines = [StubEngine(stub(), f"stub://{i}") for i in range(2)]
     engines[0].gate = asyncio.Event()
-    pool = EnginePool(engines, 5)
+    pool = EnginePool(LeastLoaded(engines), 5)
     waiting = asyncio.create_task(generate(pool, "s0"))
     await asyncio.sleep(0)
     assert [(await generate(pool, f"s{i}")).engine_url for i in (1, 2, 3)] == ["stub://1"] * 3
@@ -224,7 +226,7 @@ def test_seeds_depend_on_every_part() -> None:
 async def test_an_engine_that_leaves_takes_no_new_request_and_a_newcomer_does() -> None:
     models = [stub(), stub()]
     engines = [StubEngine(model, f"stub://{index}") for index, model in enumerate(models)]
-    pool = EnginePool(engines, 5)
+    pool = EnginePool(LeastLoaded(engines), 5)
     first = await generate(pool)
     left = next(engine for engine in engines if engine.url == first.engine_url)
     stayed = next(engine for engine in engines if engine.url != first.engine_url)
@@ -238,21 +240,21 @@ async def test_an_engine_that_leaves_takes_no_new_request_and_a_newcomer_does() 
 
 async def test_an_empty_serving_set_is_waited_for() -> None:
     model = stub()
-    pool = EnginePool([], 5)
+    pool = EnginePool(LeastLoaded([]), 5)
     waiting = asyncio.create_task(generate(pool))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     pool.set_engines([StubEngine(model)])
     assert (await waiting).token_ids == list(model.samples[0].ids)
     with pytest.raises(EngineError, match="no engine serves") as caught:
-        await generate(EnginePool([], 0.05))
+        await generate(EnginePool(LeastLoaded([]), 0.05))
     assert caught.value.cause == "engine_timeout"
 
 
 async def test_the_only_engine_dies_is_dropped_and_replaced_within_the_turn() -> None:
     dead, new = stub(), stub()
     dead.faults.extend([Fault("refused")] * 9)
-    pool = EnginePool([StubEngine(dead, "stub://dead")], 5)
+    pool = EnginePool(LeastLoaded([StubEngine(dead, "stub://dead")]), 5)
     turn = asyncio.create_task(generate(pool))
     await asyncio.sleep(0.05)  # refused once, about to ask again
     pool.set_engines([])

@@ -33,8 +33,16 @@ _EXIT_CODES = {"finished": 0, "time_limit": 0, "interrupted": EXIT_INTERRUPTED, 
 class LocalLauncher:
     """Takes the fields of `ClusterConfig`."""
 
-    def __init__(self, name: str, client_timeout_s: float, trial_timeout_s: float, no_progress_s: float):
+    def __init__(
+        self,
+        name: str,
+        client_timeout_s: float,
+        trial_timeout_s: float,
+        no_progress_s: float,
+        gpu_memory_gib: float | None = None,
+    ):
         self.name = name
+        self.gpu_memory_gib = gpu_memory_gib
         self.client_timeout_s = client_timeout_s
         self.trial_timeout_s = trial_timeout_s
         self.no_progress_s = no_progress_s

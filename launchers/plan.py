@@ -44,6 +44,8 @@ class Plan:
     deadlines_s: Mapping[str, float]
     memory_bytes: Mapping[str, int]
     disk_bytes: Mapping[str, int]
+    gpu_memory_bytes: tuple[Mapping[str, int], ...]  # of each pipeline stage; empty without a forecast for GPUs
+    gpu_memory_lines: tuple[str, ...]
     machine: Mapping[str, int]
     warnings: tuple[str, ...] = ()
 
@@ -62,6 +64,7 @@ class Plan:
             ("batch", _batch_words(self.batch)),
             ("deadlines", " < ".join(f"{name} {seconds:g} s" for name, seconds in self.deadlines_s.items())),
             ("memory", _room_words(self.memory_bytes, self.machine.get("memory_total", 0), "in the machine")),
+            *(("GPU memory" if i == 0 else "", line) for i, line in enumerate(self.gpu_memory_lines)),
             ("disk", _room_words(self.disk_bytes, self.machine.get("disk_free", 0), "free")),
             *((f"  {role.name}", f"{role.processes} x {role.what} ({role.node})") for role in self.roles),
             *(("command", shlex.join(role.command)) for role in self.roles if role.command),
@@ -99,6 +102,8 @@ def make_plan(config: RootConfig, found: Found, run_dir: Path, roles: tuple[Role
         deadlines_s={name: _seconds(config, key) for name, key in DEADLINES},
         memory_bytes=dict(found.forecast.memory) if found.forecast else {},
         disk_bytes=dict(found.forecast.disk) if found.forecast else {},
+        gpu_memory_bytes=tuple(found.gpu.to_dict()) if found.gpu else (),
+        gpu_memory_lines=tuple(found.gpu.lines()) if found.gpu else (),
         machine={"memory_total": found.memory.total if found.memory else 0, "disk_free": found.free_disk or 0},
         warnings=tuple(found.warnings),
     )

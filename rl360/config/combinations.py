@@ -19,7 +19,7 @@ from rl360.config.names import suggestion
 from rl360.config.schemas import RootConfig
 
 CHOICES = {
-    "model.tool_parser": ("none", "hermes", "k2_horizon"),
+    "model.tool_parser": ("none", "hermes", "qwen25", "k2_horizon"),
     "model.reasoning_parser": ("none", "qwen3", "k2_horizon"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "algorithm.reducer": ("token_mean", "sequence_mean"),
@@ -53,11 +53,6 @@ RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "trainer.max_tokens_per_gpu": (1, None, False),
     "trainer.logprob_chunk_tokens": (1, None, False),
     "trainer.num_threads": (0, None, False),
-    "trainer.num_gpus": (1, None, False),
-    "trainer.tensor_parallel_size": (1, None, False),
-    "trainer.pipeline_parallel_size": (1, None, False),
-    "trainer.virtual_pipeline_parallel_size": (2, None, False),
-    "trainer.context_parallel_size": (1, None, False),
     "trainer.step_timeout_s": (0, None, True),
     "trainer.start_timeout_s": (0, None, True),
     "rollout.temperature": (0, None, True),
@@ -85,6 +80,7 @@ RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "evaluation.temperature": (0, None, False),
     "checkpoint.every": (0, None, False),
     "checkpoint.keep_last": (1, None, False),
+    "cluster.gpu_memory_gib": (0, None, True),
     "cluster.no_progress_s": (0, None, True),
 }
 

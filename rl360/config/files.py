@@ -14,16 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl360.config.forecast import GIB, Forecast, ModelShape, forecast
-from rl360.config.schemas import RootConfig, TasksConfig
-from rl360.diagnostics.machine import Memory, free_disk_bytes, memory, write_problem
-from rl360.errors import TaskError
+from rl360.config.forecast import GIB, MIB, Forecast, ModelShape, forecast
+from rl360.config.gpu_memory import GpuForecast, gpu_forecast
+from rl360.config.schemas import MegatronTrainerConfig, ModelConfig, RootConfig, TasksConfig
+from rl360.diagnostics.machine import Gpu, Memory, free_disk_bytes, gpus, memory, write_problem
+from rl360.errors import ConfigError, TaskError
 from rl360.types import Task
 
 if TYPE_CHECKING:
     from rl360.sandboxes.abilities import Ability
 
 LOCAL_SANDBOX, DOCKER_SANDBOX = "rl360.sandboxes.local:", "rl360.sandboxes.docker:"
+LOCAL_LAUNCHER = "launchers.local.LocalLauncher"
 DAYTONA_SANDBOX = "rl360.sandboxes.daytona:"
 
 
@@ -35,7 +37,9 @@ class Found:
     num_parameters: int | None = None
     training: list[Task] = field(default_factory=list)
     evaluation: list[Task] = field(default_factory=list)
+    shape: ModelShape | None = None
     forecast: Forecast | None = None
+    gpu: GpuForecast | None = None  # of a trainer that spreads over GPUs
     memory: Memory | None = None
     free_disk: int | None = None
     problems: list[str] = field(default_factory=list)
@@ -55,6 +59,9 @@ def look(config: RootConfig, run_dir: Path | None = None, resuming: bool = False
     found = Found(model_dir=model_folder(config))
     if not {"model.name", "model.path"} & set(unset):
         _model(config, found)
+    if found.shape is None:
+        _expected_shape(config, found)
+    _gpus(config, found)
     _tasks(config, found)
     _output(config, found, run_dir, resuming)
     _sandbox(config, found)
@@ -70,11 +77,13 @@ def _model(config: RootConfig, found: Found) -> None:
         hint = (
             f"; try: rl360 model fetch {config.model.name}"
             if config.model.source
+            else f"; try: rl360 model tiny --family {config.model.name.removeprefix('tiny_')}"
+            if config.model.name.startswith("tiny_")
             else "; give one with model.path=<folder>"
         )
         found.problems.append(f"{key}: no model folder {folder}{hint}")
         return
-    found.problems.extend(f"{key}: {problem}" for problem in _folder_problems(folder, config.model.random_init))
+    found.problems.extend(f"{key}: {problem}" for problem in _folder_problems(folder, config.model))
     try:
         shape = ModelShape.from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except KeyError as error:
@@ -82,16 +91,67 @@ def _model(config: RootConfig, found: Found) -> None:
     except (OSError, ValueError, TypeError):
         return  # _folder_problems has named it
     else:
+        found.shape = shape
         found.num_parameters = shape.num_parameters
         found.forecast = forecast(shape, config)
 
 
-def _folder_problems(folder: Path, random_init: bool) -> list[str]:
-    if random_init:
-        return [f"{folder}: no {name}" for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    from rl360.models.fetch import folder_problems
+def _expected_shape(config: RootConfig, found: Found) -> None:
+    """Without the folder, what the model's YAML says of it is enough for a forecast of the GPUs."""
+    try:
+        found.shape = ModelShape.from_hf(config.model.expect or {})
+    except (KeyError, TypeError, ValueError):
+        return
 
-    return folder_problems(folder)
+
+def _gpus(config: RootConfig, found: Found) -> None:
+    """Whether a Megatron layout divides the model, fits the cards, and whether this machine has them."""
+    trainer = config.trainer
+    if not isinstance(trainer, MegatronTrainerConfig):
+        return
+    cards: list[Gpu] = []
+    if config.cluster._target_ == LOCAL_LAUNCHER and trainer.rank_target == MegatronTrainerConfig.rank_target:
+        cards = gpus()
+        if len(cards) < trainer.num_gpus:
+            found.problems.append(
+                f"trainer.num_gpus: {trainer.num_gpus}, and this machine has {len(cards) or 'no'} CUDA GPU"
+                f"{'' if len(cards) == 1 else 's'}; Megatron's ranks need one each; try trainer=torch or a cluster"
+            )
+    if found.shape is None:
+        return
+    known_gib = config.cluster.gpu_memory_gib
+    smallest = min((card.memory_mib * MIB for card in cards), default=None)
+    try:
+        found.gpu = gpu_forecast(config, found.shape, smallest if known_gib is None else int(known_gib * GIB))
+    except ConfigError as error:
+        found.problems.extend(error.problems)
+        return
+    if (message := found.gpu.message()) is not None:
+        certain = not found.gpu.fits and not found.gpu.assumed
+        (found.problems if certain else found.warnings).append(message)
+
+
+def _folder_problems(folder: Path, model: ModelConfig) -> list[str]:
+    """Files first; then whether they are the chosen model, which a folder without them cannot say."""
+    from rl360.models.fetch import folder_problems
+    from rl360.models.inspection import CONFIG_FILE, checkpoint_differences, config_differences, read_raw_config
+
+    if model.random_init:
+        missing = [
+            f"{folder}: no {name}" for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()
+        ]
+    else:
+        missing = folder_problems(folder)
+    if missing:
+        return missing
+    try:
+        others = config_differences(read_raw_config(folder), model.expect or {}, str(folder / CONFIG_FILE))
+    except ConfigError as error:
+        return error.problems
+    if others:  # a wrong model differs in everything: the first says enough
+        more = f", and {len(others) - 1} more keys differ" if len(others) > 1 else ""
+        return [f"{others[0]} of {model.name}{more}; choose the model that it is, or take any with model.expect=null"]
+    return checkpoint_differences(folder, model.expect, weights=not model.random_init)
 
 
 def _tasks(config: RootConfig, found: Found) -> None:

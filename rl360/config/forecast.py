@@ -10,15 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl360.config.schemas import RootConfig, TorchTrainerConfig
+from rl360.config.schemas import MegatronTrainerConfig, RootConfig, TorchTrainerConfig
 
 GIB = 1024**3
 MIB = 1024**2
 
-FP32_BYTES = 4
+BF16_BYTES, FP32_BYTES = 2, 4
 ADAM_BYTES = 8  # two fp32 moments a parameter
 DRIVER_BASE_BYTES = 600 * MIB  # an interpreter with torch and its libraries, measured on a CPU build
 WORKER_BYTES = 100 * MIB  # an interpreter with Harbor, without torch: 54 MiB measured, and a few MiB an open trial
+RANK_BYTES = 4 * GIB  # host memory of one rank: torch with CUDA's libraries and NCCL's buffers, 3-4 GiB are usual
 PROXY_BYTES = 100 * MIB  # 71 MiB measured
 # fp32 values that a layer keeps for its backward, in units of its widths: inputs, norms, q, k, v, attention, gate, up.
 ACTIVATION_HIDDEN_UNITS = 8
@@ -29,42 +30,48 @@ TRAJECTORY_BYTES_PER_TOKEN = 16
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The numbers of a Llama-like decoder that decide its size."""
+    """The numbers of a Llama-like decoder that decide its size, named as in `rl360.models.decoder.DecoderConfig`."""
 
-    hidden: int
-    layers: int
-    ffn: int
-    heads: int
-    kv_heads: int
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    vocab: int
-    tied: bool
+    vocab_size: int
+    tie_word_embeddings: bool
+    qk_norm: bool = False
+    norm_groups: int = 1
 
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> ModelShape:
         """From a config.json. Raises `KeyError` with the key that is missing."""
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         return ModelShape(
-            hidden=hidden,
-            layers=int(config["num_hidden_layers"]),
-            ffn=int(config["intermediate_size"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
+            hidden_size=hidden,
+            num_layers=int(config["num_hidden_layers"]),
+            intermediate_size=int(config["intermediate_size"]),
+            num_heads=heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
-            vocab=int(config["vocab_size"]),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            vocab_size=int(config["vocab_size"]),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qk_norm=config.get("model_type") == "qwen3",
+            norm_groups=int(config.get("layernorm_num_groups") or 1),
         )
 
     @property
     def num_parameters(self) -> int:
         """Norms included, biases not: Llama-like models have none."""
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
-        return self.layers * layer + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + norms
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + self.hidden_size + embeddings
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * FP32_BYTES
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * FP32_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +96,27 @@ def forecast(shape: ModelShape, config: RootConfig) -> Forecast:
     The KV cache is counted at what the open requests can fill, at most at its limit. Activations are those of one
     micro-batch; an attempt longer than the micro-batch budget gets its own.
     """
+    trainer = config.trainer
+    if isinstance(trainer, MegatronTrainerConfig):
+        return _of_ranks(shape.num_parameters, trainer, config)
     parameters = shape.num_parameters
     weights = parameters * FP32_BYTES
-    trainer = config.trainer
     recomputes = isinstance(trainer, TorchTrainerConfig) and trainer.gradient_checkpointing
     tokens = max(trainer.max_tokens_per_gpu, config.rollout.max_context_tokens)
-    per_layer = tokens * FP32_BYTES * (ACTIVATION_HIDDEN_UNITS * shape.hidden + ACTIVATION_FFN_UNITS * shape.ffn)
-    kept_layers = 1 if recomputes else shape.layers
-    checkpointed = tokens * FP32_BYTES * shape.hidden * shape.layers if recomputes else 0
+    per_layer = (
+        tokens
+        * FP32_BYTES
+        * (ACTIVATION_HIDDEN_UNITS * shape.hidden_size + ACTIVATION_FFN_UNITS * shape.intermediate_size)
+    )
+    kept_layers = 1 if recomputes else shape.num_layers
+    checkpointed = tokens * FP32_BYTES * shape.hidden_size * shape.num_layers if recomputes else 0
     logits_rows = min(trainer.logprob_chunk_tokens, tokens)
     memory = {
         "weights": weights,
         "gradients": weights,
         "adam": parameters * ADAM_BYTES,
         "activations": per_layer * kept_layers + checkpointed,
-        "logits_chunk": 2 * logits_rows * shape.vocab * FP32_BYTES,
+        "logits_chunk": 2 * logits_rows * shape.vocab_size * FP32_BYTES,
         "driver": DRIVER_BASE_BYTES,
         "proxy": PROXY_BYTES,
         "trial_workers": config.rollout.num_workers * WORKER_BYTES,
@@ -114,15 +127,30 @@ def forecast(shape: ModelShape, config: RootConfig) -> Forecast:
         rows = min(config.rollout.max_running_requests, config.rollout.concurrency)
         open_tokens = rows * config.rollout.max_context_tokens
         memory["kv_cache"] = min(int(config.rollout.kv_cache_gib * GIB), open_tokens * shape.kv_bytes_per_token)
-    return Forecast(memory, _disk(parameters, config))
+    return Forecast(memory, _disk(parameters, config, FP32_BYTES, FP32_BYTES + ADAM_BYTES))
 
 
-def _disk(parameters: int, config: RootConfig) -> dict[str, int]:
-    weights = parameters * FP32_BYTES
+def _of_ranks(parameters: int, trainer: MegatronTrainerConfig, config: RootConfig) -> Forecast:
+    """Where the weights lie on GPUs: what the host has beside them. The GPUs' own: rl360.config.gpu_memory."""
+    saved = BF16_BYTES + FP32_BYTES + ADAM_BYTES
+    memory = {
+        "ranks": trainer.num_gpus * RANK_BYTES,
+        "driver": DRIVER_BASE_BYTES,
+        "proxy": PROXY_BYTES,
+        "trial_workers": config.rollout.num_workers * WORKER_BYTES,
+    }
+    if trainer.async_checkpoint:
+        memory["checkpoint_copy"] = parameters * saved  # it leaves the GPU before it is written
+    return Forecast(memory, _disk(parameters, config, BF16_BYTES, saved))
+
+
+def _disk(parameters: int, config: RootConfig, weight_bytes: int, saved_bytes: int) -> dict[str, int]:
+    """weight_bytes: of a parameter in an HF folder; saved_bytes: of one with its optimizer's state."""
+    weights = parameters * weight_bytes
     kept = config.checkpoint.keep_last + int(config.checkpoint.keep_best) + 1  # one more while it is written
     attempts = config.iterations * config.tasks_per_iteration * config.group_size
     disk = {
-        "checkpoints": kept * (weights + parameters * ADAM_BYTES),
+        "checkpoints": kept * parameters * saved_bytes,
         "trajectories": attempts * config.rollout.max_context_tokens * TRAJECTORY_BYTES_PER_TOKEN,
     }
     if config.checkpoint.hf:

@@ -38,7 +38,7 @@ def test_a_missing_key_is_named():
 
 
 def test_memory_by_hand_for_a_small_shape(typed):
-    shape = ModelShape(hidden=10, layers=2, ffn=20, heads=2, kv_heads=1, head_dim=5, vocab=100, tied=True)
+    shape = ModelShape(10, 2, 20, 2, 1, 5, 100, tie_word_embeddings=True)
     # a layer: attention 10*5*2*(2+1)=300, ffn 3*10*20=600, norms 20; two of them, embeddings 1000, last norm 10
     assert shape.num_parameters == 2 * 920 + 1000 + 10
     config = typed(**{"trainer.max_tokens_per_gpu": 8, "rollout.max_context_tokens": 4, "rollout.num_workers": 3})

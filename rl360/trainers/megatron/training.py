@@ -1,0 +1,343 @@
+"""One rank's step: Megatron's schedules over its micro-batches, the algorithm's loss at the head, the optimizer.
+
+In: this data rank's micro-batches. Out: weights one step further, metrics summed over all ranks. Left to others:
+processes and groups (rank.py), dealing the batch out (shards.py), checkpoints (checkpoint.py).
+
+The weights of a batch's tokens add up to 1 over the whole batch, so its gradient is the plain sum over data ranks,
+context ranks and micro-batches, however it was cut: nothing is averaged and nothing divided by a token count.
+
+Axes: U predicting positions, M trained tokens of a context rank's part of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, distributed, nn
+
+from rl360.models.decoder import DecoderConfig
+from rl360.models.loading import read_config
+from rl360.models.megatron.blocks import gather_hidden
+from rl360.models.megatron.hf_weights import load_hf
+from rl360.models.megatron.layout import Layout
+from rl360.models.megatron.model import Chunk, Recompute, build_model
+from rl360.protocols import Algorithm
+from rl360.trainers.megatron.head import head_logprobs, head_loss
+from rl360.trainers.megatron.optim import ShardedOptimizer
+from rl360.trainers.megatron.work import Targets, Work
+from rl360.trainers.packing import MicroBatch
+
+ENTROPY = "train/entropy"
+LOSS = "train/loss"
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """What every rank is told; the names are those of `MegatronTrainerConfig`."""
+
+    layout: Layout
+    model_dir: Path
+    algorithm: Algorithm
+    learning_rate: float
+    warmup_steps: int = 0
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    logprob_chunk_tokens: int = 1024
+    recompute: Recompute = "none"
+    compile: bool = True
+    random_init_seed: int | None = None
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Metrics of one optimizer step on this rank, left on the device until the step is over."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, part: Mapping[str, Tensor]) -> None:
+        for name, value in part.items():
+            if name not in self.values:
+                self.values[name] = value
+            elif name.endswith("_max"):
+                self.values[name] = torch.maximum(self.values[name], value)
+            else:
+                self.values[name] = self.values[name] + value
+
+
+class Training:
+    """Policy, optimizer and, where the algorithm needs one, reference model of one rank.
+
+    `start_parallel(settings.layout)` must have run. The policy's chunks are wrapped in Megatron's data parallelism,
+    whose buffers hold weights and fp32 gradients.
+    """
+
+    def __init__(self, settings: TrainingSettings, device: torch.device, dtype: torch.dtype):
+        from megatron.core import parallel_state
+
+        self.settings = settings
+        self.device = device
+        self.config: DecoderConfig = read_config(settings.model_dir)
+        self.place = settings.layout.place(distributed.get_rank())
+        self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self._dtype = dtype
+        self.chunks: list[Any] = self._with_buffers(self._build())
+        self.reference = self._build() if settings.algorithm.needs_reference else None
+        self._metric_names = _metric_names(settings.algorithm, device)
+        self.optimizer = ShardedOptimizer(
+            self.chunks,
+            learning_rate=settings.learning_rate,
+            warmup_steps=settings.warmup_steps,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm,
+            params_dtype=dtype,
+        )
+
+    def _build(self) -> list[nn.Module]:
+        settings = self.settings
+        chunks = build_model(
+            self.config,
+            settings.layout,
+            params_dtype=self._dtype,
+            device=self.device,
+            recompute=settings.recompute,
+            compiled=settings.compile and self.device.type == "cuda",
+            random_init_seed=settings.random_init_seed,
+        )
+        if settings.random_init_seed is None:
+            load_hf(chunks, self.config, settings.layout, settings.model_dir)
+        return chunks
+
+    def _with_buffers(self, chunks: list[nn.Module]) -> list[Any]:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+
+        config = cast(Chunk, chunks[0]).config
+        ours = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+
+        def finalize(model: Any, num_tokens: Any, **others: Any) -> None:
+            finalize_model_grads(model, None, **others)  # sums, divided by nothing
+
+        config.finalize_model_grads_func = finalize
+        return [
+            DistributedDataParallel(config, ours, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+
+    # ---- a step
+
+    def step(self, micro_batches: SequenceABC[MicroBatch], num_trained_tokens: int) -> dict[str, float]:
+        """Run the algorithm's `updates_per_batch` optimizer steps over this data rank's micro-batches.
+
+        Every data rank must have as many. Returns metrics under the names of the torch trainer, summed over all ranks
+        (`num_trained_tokens` of the whole batch divides the entropy); they are complete on ranks of the last stage,
+        others have the norm and the learning rate only.
+
+        Raises:
+            NonFiniteGradient: on every rank; the weights are as before that optimizer step.
+        """
+        works = self._works(micro_batches)
+        updates = self.settings.algorithm.updates_per_batch
+        # With one update the proximal policy is the current one, and its logprobs come from the same forward.
+        proximal = self._logprobs(self.chunks, works) if updates > 1 else {}
+        reference = self._logprobs(self.reference, works) if self.reference else {}
+        per_update = []
+        for _ in range(updates):
+            sums = self.backward(works, proximal, reference)
+            norm, rate = self.optimizer.step()
+            totals = self._over_ranks(sums)
+            if ENTROPY in totals:
+                totals[ENTROPY] /= num_trained_tokens
+            per_update.append({**totals, "train/grad_norm": norm, "train/lr": rate})
+        return _over_updates(per_update)
+
+    def backward(
+        self,
+        works: SequenceABC[Work],
+        proximal: Mapping[int, Tensor] | None = None,
+        reference: Mapping[int, Tensor] | None = None,
+    ) -> _Sums:
+        """Leave the gradient of the whole batch in the buffers (each data rank has its part); return metric sums."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        sums = _Sums()
+
+        def loss(work: Work, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            found = self._loss(work, hidden, sums, (proximal or {}).get(work.index), (reference or {}).get(work.index))
+            return found, torch.zeros((), dtype=torch.int), {}
+
+        self._run(self.chunks, works, loss, forward_only=False)
+        return sums
+
+    def logprobs(self, micro_batches: SequenceABC[MicroBatch]) -> list[NDArray[np.float32]] | None:
+        """Logprobs of each micro-batch's trained tokens, [M] in its order; None on ranks that are no last stage."""
+        works = self._works(micro_batches)
+        found = self._logprobs(self.chunks, works)
+        if not self.is_last_stage:
+            return None
+        whole = []
+        for work in works:
+            targets = _targets(work)
+            values = torch.zeros(targets.num_tokens, dtype=torch.float32, device=self.device)
+            values[torch.from_numpy(targets.tokens_M).to(self.device)] = found[work.index].float()
+            if self.settings.layout.context > 1:
+                from megatron.core import parallel_state
+
+                distributed.all_reduce(values, group=parallel_state.get_context_parallel_group())
+            whole.append(values.cpu().numpy())
+        return whole
+
+    def _works(self, micro_batches: SequenceABC[MicroBatch]) -> list[Work]:
+        return [
+            Work.of(
+                index,
+                micro,
+                self.device,
+                context_size=self.settings.layout.context,
+                context_rank=self.place.context,
+                with_targets=self.is_last_stage,
+            )
+            for index, micro in enumerate(micro_batches)
+        ]
+
+    def _run(
+        self,
+        chunks: SequenceABC[Any],
+        works: SequenceABC[Work],
+        loss: Callable[[Work, Tensor], Any],
+        forward_only: bool,
+    ) -> None:
+        """Megatron's schedule of this layout; `loss` is called on last stages, micro-batches in order."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def forward(iterator: Iterator[Work], chunk: Any) -> tuple[Tensor, Any]:
+            work = next(iterator)
+            return chunk(work.packed), partial(loss, work)
+
+        iterators = [iter(works) for _ in chunks]
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(works),
+            seq_length=works[0].packed.num_tokens,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    @torch.no_grad()
+    def _logprobs(self, chunks: SequenceABC[Any], works: SequenceABC[Work]) -> dict[int, Tensor]:
+        """Logprobs of this context rank's trained tokens by micro-batch; empty on ranks that are no last stage."""
+        found: dict[int, Tensor] = {}
+
+        def keep(work: Work, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            hidden_U, head = self._predicting(work, hidden, chunks)
+            found[work.index] = head_logprobs(hidden_U, head.output_weight, **self._head_arguments(work, head))
+            return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), {}
+
+        self._run(chunks, works, keep, forward_only=True)
+        return found
+
+    def _predicting(self, work: Work, hidden: Tensor, chunks: SequenceABC[Any]) -> tuple[Tensor, Chunk]:
+        """Hidden states [U, F] that something is predicted from, and the chunk that has the head."""
+        head = cast(Chunk, getattr(chunks[-1], "module", chunks[-1]))
+        whole = gather_hidden(hidden.squeeze(1), head.setting)
+        return whole.index_select(0, _targets(work).rows_U), head
+
+    def _head_arguments(self, work: Work, head: Chunk) -> dict[str, Any]:
+        return {
+            "predictions": _targets(work).predictions,
+            "chunk": self.settings.logprob_chunk_tokens,
+            "group": head.setting.group,
+            "vocab_start": self.place.tensor * head.output_weight.shape[0],
+            "vocab_size": self.config.vocab_size,
+            "compiled": self.settings.compile and self.device.type == "cuda",
+        }
+
+    def _loss(
+        self, work: Work, hidden: Tensor, sums: _Sums, proximal_M: Tensor | None, reference_M: Tensor | None
+    ) -> Tensor:
+        """A scalar whose backward pass is that of the algorithm's loss of one micro-batch."""
+        targets = _targets(work)
+
+        def token_loss(tokens: slice, logprobs_M: Tensor) -> Tensor:
+            with torch.enable_grad():
+                current_M = logprobs_M.detach().requires_grad_()
+                loss, metrics = self.settings.algorithm.loss(
+                    current_M,
+                    logprobs_M if proximal_M is None else proximal_M[tokens],
+                    targets.behaviour_M[tokens],
+                    targets.advantages_M[tokens],
+                    targets.weights_M[tokens],
+                    None if reference_M is None else reference_M[tokens],
+                )
+                (grad_M,) = torch.autograd.grad(loss, current_M)
+            sums.add({LOSS: loss.detach(), **metrics})
+            return grad_M
+
+        hidden_U, head = self._predicting(work, hidden, self.chunks)
+        weight: Any = head.output_weight
+        loss, entropy_sum = head_loss(
+            hidden_U, weight, token_loss=token_loss, head_grad=weight.main_grad, **self._head_arguments(work, head)
+        )
+        sums.add({ENTROPY: entropy_sum})
+        return loss
+
+    def _over_ranks(self, sums: _Sums) -> dict[str, float]:
+        """Sums and maxima over data and context ranks, in one exchange each; empty where there is no head."""
+        from megatron.core import parallel_state
+
+        if not self.is_last_stage:
+            return {}
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        found: dict[str, float] = {}
+        for operation, absent, names in (
+            (distributed.ReduceOp.SUM, 0.0, [n for n in self._metric_names if not n.endswith("_max")]),
+            (distributed.ReduceOp.MAX, float("-inf"), [n for n in self._metric_names if n.endswith("_max")]),
+        ):
+            if not names:
+                continue
+            nothing = torch.tensor(absent, dtype=torch.float64, device=self.device)
+            values = torch.stack([sums.values.get(name, nothing).double() for name in names])
+            distributed.all_reduce(values, op=operation, group=group)
+            found |= dict(zip(names, values.tolist(), strict=True))
+        return found
+
+
+def _targets(work: Work) -> Targets:
+    assert work.targets is not None, "only a last stage has targets"
+    return work.targets
+
+
+def _metric_names(algorithm: Algorithm, device: torch.device) -> list[str]:
+    """Names that the algorithm's loss reports, also for a rank that has no token in a step."""
+    one = torch.zeros(1, device=device)
+    _, metrics = algorithm.loss(one, one, one, one, one, one if algorithm.needs_reference else None)
+    return [LOSS, ENTROPY, *metrics]
+
+
+def _over_updates(per_update: SequenceABC[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the optimizer steps of one batch, maxima of what ends in `_max`, the last learning rate."""
+    names = per_update[0].keys()
+    found = {
+        name: max(u[name] for u in per_update)
+        if name.endswith("_max")
+        else sum(u[name] for u in per_update) / len(per_update)
+        for name in names
+    }
+    return {**found, "train/lr": per_update[-1]["train/lr"]}

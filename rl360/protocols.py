@@ -106,10 +106,17 @@ class Algorithm(Protocol):
     """Pure maths: no I/O, no logits, no device probe."""
 
     needs_reference: bool
+    needs_sequence_ratios: (
+        bool  # `loss` takes `sequence_correction`'s weights, from a pass over the batch before the step
+    )
     updates_per_batch: int  # optimizer steps on one batch; 1: proximal equals current, no pass of its own
 
     def keep(self, group: Group) -> Keep: ...
     def prepare(self, groups: SequenceABC[Group]) -> Batch: ...
+    def sequence_correction(self, log_ratio_sum_S: Tensor, token_count_S: Tensor) -> Tensor:
+        """Weight of each sequence, from its tokens' summed proximal - behaviour. Asked by `needs_sequence_ratios`."""
+        ...
+
     def loss(
         self,
         current_N: Tensor,
@@ -118,6 +125,7 @@ class Algorithm(Protocol):
         advantages_N: Tensor,
         weights_N: Tensor,
         reference_N: Tensor | None,
+        correction_N: Tensor | None = None,
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Weighted sum over trained tokens, and metric sums (each already weighted, so that shards add up).
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl360.algorithms.advantage import group_relative
-from rl360.algorithms.correction import bounded_exp, truncated_importance_weight
+from rl360.algorithms.correction import LEVELS, ImportanceCorrection, bounded_exp
 from rl360.algorithms.filter import FILTERS, differing_rewards, valid_reward
 from rl360.algorithms.kl import ESTIMATORS, k3
 from rl360.algorithms.reduce import REDUCERS
@@ -34,13 +34,14 @@ class GRPO:
     engine's), a token's loss is
 
         -c * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * KL(pi || reference)
-        r = pi / pi_0,  c = min(pi_0 / mu, importance_cap), detached
+        r = pi / pi_0,  c = min(pi_0 / mu, importance_cap) or 0 outside a band, detached
 
     and the loss of a batch is the sum over trained tokens of weight x token loss. Clip bounds that differ are DAPO's
     clip-higher (Yu et al. 2025, arXiv:2503.14476, section 3.1, equation 10). The KL is an estimate from the sampled
     token (k3 is equation 4 of DeepSeekMath), added to the loss, not to the reward. Clipping against
     pi_0 while the weight is against mu is the decoupled objective of Hilton, Cobbe and Schulman 2022
-    (arXiv:2110.00641), here with the weight truncated.
+    (arXiv:2110.00641), here with the weight truncated; asynchronous training steps on it (AReaL, Fu et al. 2025,
+    arXiv:2505.24298). `ImportanceCorrection` says what c is at sequence level, and what the band is for.
 
     Raises:
         ConfigError: with every argument that makes no sense.
@@ -57,7 +58,11 @@ class GRPO:
         updates_per_batch: int = 1,
         importance_cap: float | None = 2.0,
         filter: str = "differing_rewards",
+        importance_level: str = "token",
+        importance_mask_below: float | None = None,
+        importance_mask_above: float | None = None,
     ):
+        below, above = importance_mask_below, importance_mask_above
         checks = {
             f"algorithm.clip_low: {clip_low}; expected between 0 and 1": 0.0 <= clip_low <= 1.0,
             f"algorithm.clip_high: {clip_high}; expected 0 or more": clip_high >= 0.0,
@@ -69,6 +74,13 @@ class GRPO:
             f"algorithm.importance_cap: {importance_cap}; expected above 0, or null for no correction": importance_cap
             is None
             or importance_cap > 0.0,
+            f"algorithm.importance_level: {importance_level!r}; expected one of {', '.join(LEVELS)}": importance_level
+            in LEVELS,
+            f"algorithm.importance_mask_below: {below}; expected above 0, at most 1, or null for no such bound": below
+            is None
+            or 0.0 < below <= 1.0,
+            f"algorithm.importance_mask_above: {above}; expected 1 or more, or null for no such bound": above is None
+            or above >= 1.0,
             f"algorithm.filter: {filter!r}; expected one of {', '.join(FILTERS)}": filter in FILTERS,
         }
         if problems := [problem for problem, fine in checks.items() if not fine]:
@@ -80,12 +92,17 @@ class GRPO:
         self.kl_estimator = kl_estimator
         self.reducer = reducer
         self.updates_per_batch = updates_per_batch
-        self.importance_cap = importance_cap
+        self.importance_level = importance_level
+        self.correction = ImportanceCorrection(importance_cap, below, above)
         self.filter = filter
 
     @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0.0
+
+    @property
+    def needs_sequence_ratios(self) -> bool:
+        return self.importance_level == "sequence"
 
     def keep(self, group: Group) -> Keep:
         return differing_rewards(group) if self.filter == "differing_rewards" else Keep(True)
@@ -115,6 +132,10 @@ class GRPO:
         )
         return Batch(sequences=sequences, num_trained_tokens=sum(token_counts), num_sequences=len(sequences))
 
+    def sequence_correction(self, log_ratio_sum_S: Tensor, token_count_S: Tensor) -> Tensor:
+        """Return each sequence's weight from the sum of its tokens' proximal - behaviour logprobs, and their number."""
+        return self.correction.of_sequences(log_ratio_sum_S, token_count_S)
+
     def loss(
         self,
         current_N: Tensor,
@@ -123,6 +144,7 @@ class GRPO:
         advantages_N: Tensor,
         weights_N: Tensor,
         reference_N: Tensor | None,
+        correction_N: Tensor | None = None,
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the weighted sum of the token losses, and metrics.
 
@@ -130,19 +152,25 @@ class GRPO:
             current_N: logprobs that carry the gradient; all logprobs fp32 (or fp64), at the attempt's temperature.
             proximal_N, behaviour_N, reference_N: constants. reference_N is needed where `kl_coef` is above 0.
             advantages_N, weights_N: of the token, from `Sequence`.
+            correction_N: with `needs_sequence_ratios`, each token's share of what `sequence_correction` gave.
 
         Returns:
             The loss (0-dim), and detached 0-dim metrics under their logged names. They are weighted sums that add up
             over micro-batches, but for names that end in `_max`, which take the maximum:
             `train/clip_fraction` share of tokens whose gradient the clip removed; `mismatch/kl` k3 estimate of
             KL(behaviour || proximal), nats a token; `mismatch/logprob_diff_mean` mean |proximal - behaviour|;
-            `mismatch/ratio_max` largest proximal / behaviour; `train/reference_kl` where a reference is used.
+            `mismatch/ratio_max` largest proximal / behaviour; `mismatch/correction_mean` mean c, where there is one;
+            `mismatch/truncated_share` tokens whose c is the cap; `mismatch/masked_share` tokens outside the band, where
+            there is one; `train/reference_kl` where a reference is used.
         """
         log_ratio_N = current_N - proximal_N.detach()
         ratio_N = bounded_exp(log_ratio_N)
         clipped_ratio_N = ratio_N.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         unclipped_N, clipped_N = ratio_N * advantages_N, clipped_ratio_N * advantages_N
-        correction_N = truncated_importance_weight(proximal_N, behaviour_N, self.importance_cap)
+        if not self.needs_sequence_ratios:
+            correction_N = self.correction.of_tokens(proximal_N, behaviour_N)
+        elif correction_N is None:
+            raise ValueError("algorithm.importance_level is sequence, but the trainer gave no sequence corrections")
         losses_N = -correction_N * unclipped_N.minimum(clipped_N)
 
         proximal_N = proximal_N.detach()
@@ -152,6 +180,12 @@ class GRPO:
             "mismatch/logprob_diff_mean": (weights_N * (proximal_N - behaviour_N).abs()).sum(),
             "mismatch/ratio_max": bounded_exp(proximal_N - behaviour_N).max(),
         }
+        cap, below, above = self.correction.cap, self.correction.mask_below, self.correction.mask_above
+        if cap is not None:
+            metrics["mismatch/correction_mean"] = (weights_N * correction_N).sum()
+            metrics["mismatch/truncated_share"] = (weights_N * (correction_N >= cap)).sum()
+        if below is not None or above is not None:
+            metrics["mismatch/masked_share"] = (weights_N * (correction_N == 0.0)).sum()
         if self.needs_reference:
             if reference_N is None:
                 raise ValueError("algorithm.kl_coef is above 0, but the trainer gave no reference logprobs")

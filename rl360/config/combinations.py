@@ -24,6 +24,7 @@ CHOICES = {
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "algorithm.reducer": ("token_mean", "sequence_mean"),
     "algorithm.filter": ("differing_rewards", "none"),
+    "algorithm.importance_level": ("token", "sequence"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.recompute": ("none", "core_attn", "full"),
     "rollout.engine": ("embedded", "external"),
@@ -45,6 +46,8 @@ RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "algorithm.kl_coef": (0, None, False),
     "algorithm.updates_per_batch": (1, None, False),
     "algorithm.importance_cap": (0, None, True),
+    "algorithm.importance_mask_below": (0, 1, True),
+    "algorithm.importance_mask_above": (1, None, False),
     "trainer.learning_rate": (0, None, False),
     "trainer.warmup_steps": (0, None, False),
     "trainer.eps": (0, None, True),
@@ -223,17 +226,28 @@ def _engine(config: RootConfig) -> Iterator[str]:
                 f"rollout.max_staleness: {rollout.max_staleness} with the embedded engine, which shares the trainer's "
                 "weights and is drained before each step; expected 0"
             )
-    if rollout.engine == "external" and rollout.max_staleness > 0:
-        yield (
-            f"rollout.max_staleness: {rollout.max_staleness}; rollouts that run ahead of the weights are not supported "
-            "yet; expected 0"
-        )
+    if rollout.max_staleness > 0 and rollout.engine != "embedded":
+        yield from _asynchronous(config)
     for url in rollout.engine_urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             yield f"rollout.engine_urls: {url!r} is not a URL; expected http://host:port"
     if len(set(rollout.engine_urls)) != len(rollout.engine_urls):
         yield "rollout.engine_urls: the same URL twice; expected each engine once"
+
+
+def _asynchronous(config: RootConfig) -> Iterator[str]:
+    staleness = f"rollout.max_staleness {config.rollout.max_staleness}"
+    if config.rollout.deterministic:
+        yield (
+            f"rollout.deterministic: true with {staleness}: which tokens an update finds sampled is a matter of time, "
+            "so no rerun is bit-equal; expected false"
+        )
+    if _ours(config) and config.algorithm.importance_cap is None:
+        yield (
+            f"algorithm.importance_cap: null with {staleness}: tokens of older weights would count as those of today; "
+            "expected a cap, such as 2.0"
+        )
 
 
 def _agent(config: RootConfig) -> Iterator[str]:

@@ -38,6 +38,9 @@ class AlgorithmConfig:
     updates_per_batch: int = 1  # optimizer steps on one batch; 1: proximal = current, from the same forward
     importance_cap: float | None = 2.0  # truncation of proximal / behaviour; null: no correction
     filter: str = "differing_rewards"  # differing_rewards: at least two valid, differing rewards | none
+    importance_level: str = "token"  # token | sequence: the ratio of which is truncated; sequence costs a forward pass
+    importance_mask_below: float | None = None  # a smaller ratio takes its token or sequence out; null: none does
+    importance_mask_above: float | None = None  # a larger one too; null: none does
 
 
 @dataclass

@@ -49,6 +49,7 @@ class MicroBatch:
     behaviour_M: NDArray[np.float32]
     advantages_M: NDArray[np.float32]
     weights_M: NDArray[np.float32]
+    sequences_M: NDArray[np.int64]  # which of this micro-batch's sequences, counted from 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,6 +154,7 @@ def _lay_out(planned: SequenceABC[_PlannedTree]) -> MicroBatch:
     token_ids: list[NDArray[np.int32]] = []
     positions: list[NDArray[np.int64]] = []
     rows, targets, temperatures, behaviour, advantages, weights = ([] for _ in range(6))
+    numbers: list[NDArray[np.int64]] = []
     offset = 0
     for tree in planned:
         prefix_start, prefix_length = offset, tree.prefix_length
@@ -174,6 +176,7 @@ def _lay_out(planned: SequenceABC[_PlannedTree]) -> MicroBatch:
                 behaviour.append(sequence.behaviour_logprobs_T[trained])
                 advantages.append(sequence.advantages_T[trained])
                 weights.append(sequence.weights_T[trained])
+                numbers.append(np.full(trained.size, len(numbers)))
     all_rows, all_temperatures = np.concatenate(rows), np.concatenate(temperatures)
     order = np.lexsort((all_temperatures, all_rows))
     keys = np.stack((all_rows.astype(np.float64), all_temperatures.astype(np.float64)), axis=1)
@@ -191,4 +194,5 @@ def _lay_out(planned: SequenceABC[_PlannedTree]) -> MicroBatch:
         behaviour_M=np.concatenate(behaviour)[order],
         advantages_M=np.concatenate(advantages)[order],
         weights_M=np.concatenate(weights)[order],
+        sequences_M=np.concatenate(numbers)[order],
     )

@@ -142,13 +142,15 @@ class TorchTrainer:
         micro_batches = [_Work.of(packed, self._device) for packed in pack(batch.sequences, self._max_tokens, share)]
         updates = self._algorithm.updates_per_batch
         # With one update the proximal policy is the current one, and its logprobs come from the same forward.
-        proximal = [self._logprobs(self.decoder, work) if updates > 1 else None for work in micro_batches]
+        needs_proximal = updates > 1 or self._algorithm.needs_sequence_ratios
+        proximal = [self._logprobs(self.decoder, work) if needs_proximal else None for work in micro_batches]
+        corrections = [self._correction(*pair) for pair in zip(micro_batches, proximal, strict=True)]
         reference = [self._logprobs(self._reference, work) if self._reference else None for work in micro_batches]
         per_update: list[dict[str, float]] = []
         for _ in range(updates):
             totals: dict[str, float] = {}
-            for work, proximal_M, reference_M in zip(micro_batches, proximal, reference, strict=True):
-                _merge(totals, self._backward(work, proximal_M, reference_M))
+            for parts in zip(micro_batches, proximal, reference, corrections, strict=True):
+                _merge(totals, self._backward(*parts))
             totals["train/entropy"] /= batch.num_trained_tokens
             totals["train/grad_norm"], totals["train/lr"] = self._optimizer.step()
             per_update.append(totals)
@@ -177,7 +179,19 @@ class TorchTrainer:
     def _logprobs(self, decoder: Decoder, work: _Work) -> Tensor:
         return token_logprobs(self._hidden(decoder, work), decoder.head_weight, work.predictions, self._chunk_tokens)
 
-    def _backward(self, work: _Work, proximal_M: Tensor | None, reference_M: Tensor | None) -> dict[str, float]:
+    @torch.no_grad()
+    def _correction(self, work: _Work, proximal_M: Tensor | None) -> tuple[Tensor, ...]:
+        """Where the algorithm weighs whole sequences: each token's part of it, [M]; else nothing."""
+        if not self._algorithm.needs_sequence_ratios:
+            return ()
+        assert proximal_M is not None
+        sums_S = proximal_M.new_zeros(work.num_sequences).index_add_(0, work.sequences_M, proximal_M - work.behaviour_M)
+        counts_S = torch.bincount(work.sequences_M, minlength=work.num_sequences)
+        return (self._algorithm.sequence_correction(sums_S, counts_S)[work.sequences_M],)
+
+    def _backward(
+        self, work: _Work, proximal_M: Tensor | None, reference_M: Tensor | None, correction: tuple[Tensor, ...]
+    ) -> dict[str, float]:
         """Add one micro-batch's gradient to the optimizer's; return its metric sums."""
         assert self._optimizer is not None
         sums: dict[str, Tensor] = {}
@@ -192,6 +206,7 @@ class TorchTrainer:
                     work.advantages_M[tokens],
                     work.weights_M[tokens],
                     None if reference_M is None else reference_M[tokens],
+                    *(correction_M[tokens] for correction_M in correction),
                 )
                 (grad_M,) = torch.autograd.grad(loss, current_M)
             _merge(sums, {"train/loss": loss.detach(), **metrics})
@@ -254,6 +269,8 @@ class _Work:
     behaviour_M: Tensor
     advantages_M: Tensor
     weights_M: Tensor
+    sequences_M: Tensor
+    num_sequences: int
 
     @classmethod
     def of(cls, packed: MicroBatch, device: torch.device) -> _Work:
@@ -273,6 +290,8 @@ class _Work:
             behaviour_M=tensor(packed.behaviour_M),
             advantages_M=tensor(packed.advantages_M),
             weights_M=tensor(packed.weights_M),
+            sequences_M=tensor(packed.sequences_M),
+            num_sequences=int(packed.sequences_M.max()) + 1,
         )
 
 

@@ -194,3 +194,47 @@ def test_untrainable_segments_are_named(bad, message):
     with pytest.raises(ValueError, match=message) as caught:
         GRPO().prepare([group_of(bad)])
     assert bad.spec.try_id in str(caught.value)
+
+
+def test_masked_and_truncated_tokens_by_hand():
+    # ratios proximal / behaviour 1/4 (masked), 1, 4 (truncated to 2); advantages 1, weights 1/4, 1/4, 1/2
+    current = logs(0.1, 0.4, 0.8).requires_grad_()
+    weights = torch.tensor([0.25, 0.25, 0.5])
+    algorithm = GRPO(importance_cap=2.0, importance_mask_below=0.5, importance_mask_above=5.0)
+    loss, metrics = algorithm.loss(current, current.detach(), logs(0.4, 0.4, 0.2), torch.ones(3), weights, None)
+    loss.backward()
+    assert current.grad.tolist() == pytest.approx([0.0, -0.25, -1.0])
+    assert metrics["mismatch/masked_share"].item() == pytest.approx(0.25)
+    assert metrics["mismatch/truncated_share"].item() == pytest.approx(0.5)
+    assert metrics["mismatch/correction_mean"].item() == pytest.approx(0.25 + 0.5 * 2)
+
+
+def test_without_a_band_or_a_cap_there_is_no_metric_of_it():
+    arguments = (logs(0.5), logs(0.5), logs(0.4), torch.ones(1), torch.ones(1), None)
+    assert "mismatch/masked_share" not in GRPO().loss(*arguments)[1]
+    assert "mismatch/correction_mean" not in GRPO(importance_cap=None).loss(*arguments)[1]
+
+
+def test_sequence_level_takes_the_weights_that_it_gave():
+    algorithm = GRPO(importance_level="sequence", importance_cap=3.0)
+    assert algorithm.needs_sequence_ratios
+    assert not GRPO().needs_sequence_ratios
+    (given,) = algorithm.sequence_correction(torch.tensor([math.log(2.0)]), torch.tensor([2]))
+    current = logs(0.5, 0.25).requires_grad_()
+    arguments = (current, current.detach(), logs(0.1, 0.9), torch.ones(2), torch.tensor([0.5, 0.5]), None)
+    loss, metrics = algorithm.loss(*arguments, given.expand(2))
+    loss.backward()
+    assert current.grad.tolist() == pytest.approx([-1.0, -1.0])  # both tokens by 2, whatever their own ratios
+    assert metrics["mismatch/correction_mean"].item() == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="sequence corrections"):
+        algorithm.loss(*arguments)
+
+
+def test_every_impossible_correction_is_named():
+    with pytest.raises(ConfigError) as caught:
+        GRPO(importance_level="turn", importance_mask_below=1.5, importance_mask_above=0.5)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "algorithm.importance_level",
+        "algorithm.importance_mask_below",
+        "algorithm.importance_mask_above",
+    ]

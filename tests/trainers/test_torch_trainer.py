@@ -1,4 +1,6 @@
+import copy
 import inspect
+import math
 from dataclasses import MISSING, fields, replace
 
 import numpy as np
@@ -9,7 +11,9 @@ from rl360.algorithms.grpo import GRPO
 from rl360.config.schemas import TorchTrainerConfig
 from rl360.errors import CheckpointError, NonFiniteGradient
 from rl360.models.loading import load_decoder
+from rl360.trainers.attention import tree_attend
 from rl360.trainers.optim import Optimizer
+from rl360.trainers.packing import Tree
 from rl360.trainers.torch_trainer import TorchTrainer
 from rl360.types import Batch
 from tests.trainers.helpers import batch_of, random_batch, sequence, tiny_folder
@@ -126,6 +130,41 @@ def test_loss_and_gradient_against_transformers_and_a_loop_over_tokens(folder, g
     assert_same(found, expected, 1e-5)  # transformers computes its rotary angles in fp32
 
 
+@pytest.mark.parametrize(("max_tokens", "share"), [(10_000, False), (40, True)])
+def test_sequence_weights_against_a_loop_over_sequences(folder, gradient_of, max_tokens, share):
+    """Each sequence's weight from its own fp64 forward; neither micro-batches nor shared prompts change it."""
+    algorithm = GRPO(importance_level="sequence", importance_cap=1.5, importance_mask_below=0.9)
+    batch = random_batch(2)
+    trainer = start(
+        folder, dtype=torch.float64, algorithm=algorithm, max_tokens_per_gpu=max_tokens, share_prompts=share
+    )
+    found, metrics = gradient_of(trainer, batch)
+
+    decoder = copy.deepcopy(trainer.decoder)
+    decoder.requires_grad_(True)
+    decoder.zero_grad()
+    loss, masked = torch.zeros((), dtype=torch.float64), 0.0
+    for s in batch.sequences:
+        ids = torch.from_numpy(s.token_ids_T.astype(np.int64))
+        attend = tree_attend((Tree(0, (ids.numel(),)),), decoder.dtype)
+        logits = decoder.hidden(ids, torch.arange(ids.numel()), attend) @ decoder.head_weight.T
+        at = np.flatnonzero(s.loss_mask_T)
+        logprobs = torch.log_softmax(logits[at - 1] / float(np.float32(s.temperature)), -1)
+        current = logprobs.gather(1, ids[at][:, None])[:, 0]
+        log_ratio = (current.detach() - torch.from_numpy(s.behaviour_logprobs_T[at])).sum().item()
+        inside = log_ratio / at.size >= math.log(0.9)
+        weight = min(math.exp(log_ratio), 1.5) if inside else 0.0
+        masked += 0.0 if inside else float(s.weights_T[at].sum())
+        factors = torch.from_numpy(s.weights_T[at] * s.advantages_T[at]).double()
+        loss = loss - weight * (factors * torch.exp(current - current.detach())).sum()
+    loss.backward()
+    assert 0.0 < masked < 1.0
+    assert metrics["mismatch/masked_share"] == pytest.approx(masked, rel=1e-5)
+    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-6)
+    expected = {name: p.grad for name, p in decoder.named_parameters() if name in found}
+    assert_same(found, expected, 1e-6)
+
+
 def test_metric_names_and_versions(folder):
     trainer = start(folder)
     update = trainer.step(random_batch(0))
@@ -139,6 +178,8 @@ def test_metric_names_and_versions(folder):
         "mismatch/kl",
         "mismatch/ratio_max",
         "mismatch/logprob_diff_mean",
+        "mismatch/correction_mean",
+        "mismatch/truncated_share",
         "time/train_s",
         "perf/train_tokens_per_s",
     }

@@ -189,4 +189,5 @@ _NOTHING = MicroBatch(
     behaviour_M=np.zeros(0, np.float32),
     advantages_M=np.zeros(0, np.float32),
     weights_M=np.zeros(0, np.float32),
+    sequences_M=np.zeros(0, np.int64),
 )

@@ -8,7 +8,7 @@ to others: weights from files (hf_weights.py), gradients' reduction and schedule
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rl360.errors import ConfigError
 from rl360.models.decoder import DecoderConfig
 from rl360.models.megatron.blocks import Setting, add_norm, embed
 from rl360.models.megatron.hf_weights import named_parameters, parts
@@ -26,7 +27,7 @@ from rl360.models.megatron.parallel import context_group, tensor_group
 from rl360.models.megatron.pointwise import kernels, rotary_angles
 from rl360.models.megatron.spec import Layer, decoder_spec
 
-Recompute = Literal["none", "core_attn", "full"]
+RECOMPUTE = ("none", "core_attn", "full")
 
 
 class Chunk(GPTModel):
@@ -35,7 +36,7 @@ class Chunk(GPTModel):
     setting: Setting
     inverse_frequencies_E: Tensor  # of the rotary embedding, fp32
 
-    def forward(self, packed: PackedTensors) -> Tensor:  # type: ignore[override]
+    def forward(self, packed: PackedTensors) -> Tensor:
         """Hidden states of this rank's tokens, [N, 1, F] (Megatron's axes; N is the tensor rank's share of the context
         rank's tokens when sequence parallel): after the final norm on the last stage, the residual stream on others.
 
@@ -116,7 +117,7 @@ def build_model(
     *,
     params_dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    recompute: Recompute = "none",
+    recompute: str = "none",
     compiled: bool = False,
     random_init_seed: int | None = None,
 ) -> list[nn.Module]:
@@ -130,11 +131,12 @@ def build_model(
             the weights that `rl360.models.loading.load_decoder` gives for it, whatever the layout.
 
     Raises:
-        ConfigError: the layout does not divide the model.
+        ConfigError: the layout does not divide the model; recompute is none of these.
     """
-    from rl360.errors import ConfigError
-
-    if problems := layout.misfits(config):
+    problems = layout.misfits(config)
+    if recompute not in RECOMPUTE:
+        problems.append(f"trainer.recompute: {recompute!r}; expected one of {', '.join(RECOMPUTE)}")
+    if problems:
         raise ConfigError(problems)
     device = torch.device(device)
     megatron = transformer_config(config, layout, params_dtype, device)

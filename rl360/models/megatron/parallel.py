@@ -6,6 +6,7 @@ Left to others: starting torch.distributed (the trainer's rank, torchrun), devic
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def start_parallel(layout: Layout) -> None:
-    """Make Megatron's groups for `layout`, whose world size must be that of torch.distributed."""
+def start_parallel(layout: Layout, timeout: timedelta = timedelta(minutes=30)) -> None:
+    """Make Megatron's groups for `layout`, whose world size must be that of torch.distributed.
+
+    `timeout` is of their collectives, counted in whole minutes and rounded up.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
@@ -30,6 +34,7 @@ def start_parallel(layout: Layout) -> None:
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
         context_parallel_size=layout.context,
+        distributed_timeout_minutes=-(-timeout // timedelta(minutes=1)),
     )
     # Nothing here draws random numbers in a step. Megatron enters its tracker anyway, and the default one needs CUDA.
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

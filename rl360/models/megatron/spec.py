@@ -61,7 +61,7 @@ class Layer(TransformerLayer):
     context_group: ProcessGroup | None
     recompute: str
 
-    def forward(self, x: Tensor, y: Tensor | None, packed: PackedTensors, cos: Tensor, sin: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, y: Tensor | None, packed: PackedTensors, cos: Tensor, sin: Tensor) -> Any:
         """(x, y) -> (x, y), whose sum is the residual stream [N, F]: the next norm adds them in its own pass.
 
         `y` is None at the start of a stage. With recompute "full" only x + y is kept of the whole layer.

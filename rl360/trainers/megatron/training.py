@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -23,40 +22,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed, nn
 
+from rl360.errors import ConfigError
 from rl360.models.decoder import DecoderConfig
 from rl360.models.loading import read_config
 from rl360.models.megatron.blocks import gather_hidden
 from rl360.models.megatron.hf_weights import load_hf
-from rl360.models.megatron.layout import Layout
-from rl360.models.megatron.model import Chunk, Recompute, build_model
+from rl360.models.megatron.model import Chunk, build_model
 from rl360.protocols import Algorithm
 from rl360.trainers.megatron.head import head_logprobs, head_loss
+from rl360.trainers.megatron.offload import Offloader
 from rl360.trainers.megatron.optim import ShardedOptimizer
+from rl360.trainers.megatron.settings import TrainingSettings
 from rl360.trainers.megatron.work import Targets, Work
 from rl360.trainers.packing import MicroBatch
 
 ENTROPY = "train/entropy"
 LOSS = "train/loss"
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """What every rank is told; the names are those of `MegatronTrainerConfig`."""
-
-    layout: Layout
-    model_dir: Path
-    algorithm: Algorithm
-    learning_rate: float
-    warmup_steps: int = 0
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
-    logprob_chunk_tokens: int = 1024
-    recompute: Recompute = "none"
-    compile: bool = True
-    random_init_seed: int | None = None
-    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -75,6 +56,16 @@ class _Sums:
                 self.values[name] = self.values[name] + value
 
 
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What the loss takes as given in all optimizer steps on one batch, by micro-batch, [M]; absent where not needed
+    and on ranks that are no last stage."""
+
+    proximal: Mapping[int, Tensor] = field(default_factory=dict)
+    reference: Mapping[int, Tensor] = field(default_factory=dict)
+    corrections: Mapping[int, Tensor] = field(default_factory=dict)
+
+
 class Training:
     """Policy, optimizer and, where the algorithm needs one, reference model of one rank.
 
@@ -85,6 +76,10 @@ class Training:
     def __init__(self, settings: TrainingSettings, device: torch.device, dtype: torch.dtype):
         from megatron.core import parallel_state
 
+        if settings.transformer_engine:
+            raise ConfigError(
+                "trainer.transformer_engine: true; layers of Transformer Engine are not built yet, expected false"
+            )
         self.settings = settings
         self.device = device
         self.config: DecoderConfig = read_config(settings.model_dir)
@@ -104,6 +99,11 @@ class Training:
             max_grad_norm=settings.max_grad_norm,
             params_dtype=dtype,
         )
+        self._offloader = Offloader()
+
+    def unwrapped(self) -> list[nn.Module]:
+        """The policy's model chunks themselves."""
+        return [chunk.module for chunk in self.chunks]
 
     def _build(self) -> list[nn.Module]:
         settings = self.settings
@@ -153,12 +153,10 @@ class Training:
         """
         works = self._works(micro_batches)
         updates = self.settings.algorithm.updates_per_batch
-        # With one update the proximal policy is the current one, and its logprobs come from the same forward.
-        proximal = self._logprobs(self.chunks, works) if updates > 1 else {}
-        reference = self._logprobs(self.reference, works) if self.reference else {}
+        constants = self.constants(works)
         per_update = []
         for _ in range(updates):
-            sums = self.backward(works, proximal, reference)
+            sums = self.backward(works, constants)
             norm, rate = self.optimizer.step()
             totals = self._over_ranks(sums)
             if ENTROPY in totals:
@@ -166,20 +164,26 @@ class Training:
             per_update.append({**totals, "train/grad_norm": norm, "train/lr": rate})
         return _over_updates(per_update)
 
-    def backward(
-        self,
-        works: SequenceABC[Work],
-        proximal: Mapping[int, Tensor] | None = None,
-        reference: Mapping[int, Tensor] | None = None,
-    ) -> _Sums:
+    def constants(self, works: SequenceABC[Work]) -> Constants:
+        """Passes over the batch before its first optimizer step, where the algorithm needs them."""
+        by_sequence = self.settings.algorithm.needs_sequence_ratios
+        # With one update the proximal policy is the current one, and its logprobs come from the same forward.
+        needs_proximal = by_sequence or self.settings.algorithm.updates_per_batch > 1
+        proximal = self._logprobs(self.chunks, works) if needs_proximal else {}
+        return Constants(
+            proximal,
+            self._logprobs(self.reference, works) if self.reference else {},
+            self._corrections(works, proximal) if by_sequence else {},
+        )
+
+    def backward(self, works: SequenceABC[Work], constants: Constants) -> _Sums:
         """Leave the gradient of the whole batch in the buffers (each data rank has its part); return metric sums."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         sums = _Sums()
 
         def loss(work: Work, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            found = self._loss(work, hidden, sums, (proximal or {}).get(work.index), (reference or {}).get(work.index))
-            return found, torch.zeros((), dtype=torch.int), {}
+            return self._loss(work, hidden, sums, constants), torch.zeros((), dtype=torch.int), {}
 
         self._run(self.chunks, works, loss, forward_only=False)
         return sums
@@ -201,6 +205,24 @@ class Training:
                 distributed.all_reduce(values, group=parallel_state.get_context_parallel_group())
             whole.append(values.cpu().numpy())
         return whole
+
+    # ---- memory
+
+    def offload(self) -> int:
+        """Move what lives from step to step to host memory; returns the bytes that the device has back."""
+        buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers]
+        keep = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+        keep += [p for chunk in self.chunks + (self.reference or []) for p in chunk.parameters()]
+        for adam in self.optimizer.adams():
+            keep += [p for group in adam.param_groups for p in group["params"]]
+            keep += [value for state in adam.state.values() for value in state.values() if torch.is_tensor(value)]
+        return self._offloader.offload(keep, drop=[buffer.grad_data for buffer in buffers])
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        self._offloader.onload()
+
+    # ---- parts of a step
 
     def _works(self, micro_batches: SequenceABC[MicroBatch]) -> list[Work]:
         return [
@@ -269,11 +291,29 @@ class Training:
             "compiled": self.settings.compile and self.device.type == "cuda",
         }
 
-    def _loss(
-        self, work: Work, hidden: Tensor, sums: _Sums, proximal_M: Tensor | None, reference_M: Tensor | None
-    ) -> Tensor:
+    def _corrections(self, works: SequenceABC[Work], proximal: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Each token's part of its sequence's weight, where the algorithm weighs whole sequences."""
+        from megatron.core import parallel_state
+
+        found: dict[int, Tensor] = {}
+        for work in works if self.is_last_stage else ():
+            targets = _targets(work)
+            differences_M = proximal[work.index] - targets.behaviour_M
+            sums_2S = differences_M.new_zeros(2, targets.num_sequences)
+            sums_2S[0].index_add_(0, targets.sequences_M, differences_M)
+            sums_2S[1].index_add_(0, targets.sequences_M, torch.ones_like(differences_M))
+            if self.settings.layout.context > 1:
+                distributed.all_reduce(sums_2S, group=parallel_state.get_context_parallel_group())
+            weights_S = self.settings.algorithm.sequence_correction(sums_2S[0], sums_2S[1])
+            found[work.index] = weights_S[targets.sequences_M]
+        return found
+
+    def _loss(self, work: Work, hidden: Tensor, sums: _Sums, constants: Constants) -> Tensor:
         """A scalar whose backward pass is that of the algorithm's loss of one micro-batch."""
         targets = _targets(work)
+        proximal_M = constants.proximal.get(work.index)
+        reference_M = constants.reference.get(work.index)
+        correction_M = constants.corrections.get(work.index)
 
         def token_loss(tokens: slice, logprobs_M: Tensor) -> Tensor:
             with torch.enable_grad():
@@ -285,6 +325,7 @@ class Training:
                     targets.advantages_M[tokens],
                     targets.weights_M[tokens],
                     None if reference_M is None else reference_M[tokens],
+                    *(() if correction_M is None else (correction_M[tokens],)),
                 )
                 (grad_M,) = torch.autograd.grad(loss, current_M)
             sums.add({LOSS: loss.detach(), **metrics})
@@ -327,7 +368,8 @@ def _targets(work: Work) -> Targets:
 def _metric_names(algorithm: Algorithm, device: torch.device) -> list[str]:
     """Names that the algorithm's loss reports, also for a rank that has no token in a step."""
     one = torch.zeros(1, device=device)
-    _, metrics = algorithm.loss(one, one, one, one, one, one if algorithm.needs_reference else None)
+    correction = (one,) if algorithm.needs_sequence_ratios else ()
+    _, metrics = algorithm.loss(one, one, one, one, one, one if algorithm.needs_reference else None, *correction)
     return [LOSS, ENTROPY, *metrics]
 
 

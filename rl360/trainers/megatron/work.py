@@ -30,6 +30,8 @@ class Targets:
     behaviour_M: Tensor
     advantages_M: Tensor
     weights_M: Tensor
+    sequences_M: Tensor  # int64, which of the micro-batch's sequences
+    num_sequences: int  # of the whole micro-batch
     tokens_M: NDArray[np.int64]  # which of the whole micro-batch's trained tokens these are
     num_tokens: int  # trained tokens of the whole micro-batch
 
@@ -72,6 +74,8 @@ def _targets(micro: MicroBatch, inputs: PackedInputs, device: torch.device) -> T
         behaviour_M=upload(micro.behaviour_M[tokens_M], device),
         advantages_M=upload(micro.advantages_M[tokens_M], device),
         weights_M=upload(micro.weights_M[tokens_M], device),
+        sequences_M=upload(micro.sequences_M[tokens_M], device),
+        num_sequences=int(micro.sequences_M.max(initial=-1)) + 1,
         tokens_M=tokens_M,
         num_tokens=micro.slots_M.size,
     )

@@ -1,0 +1,141 @@
+"""One training rank: a process of its own with one GPU, driven by the trainer through a `WorkerGroup`.
+
+In: what to train and where the other ranks are; then the calls of the driver, the same ones on every rank. Out: their
+results, mostly on the ranks that have them. Left to others: the step (training.py), files (publish.py, checkpoint.py),
+what a dead or silent rank means (trainer.py).
+
+All of it runs on one thread beside the process's event loop, so that the process hears its driver, and dies with it,
+while a collective waits for a rank that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceABC
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl360.errors import ConfigError
+from rl360.trainers.megatron.settings import TrainingSettings
+from rl360.trainers.packing import MicroBatch
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from rl360.trainers.megatron.publish import Written
+    from rl360.trainers.megatron.training import Training
+
+
+class MegatronRank:
+    """Rank `rank` of the trainer.
+
+    Args:
+        settings: the same on every rank.
+        timeout_s: of a collective; a rank that waits longer for another ends its process.
+    """
+
+    def __init__(self, settings: TrainingSettings, timeout_s: float, rank: int):
+        self.rank = rank
+        self.settings = settings
+        self._timeout = timedelta(seconds=timeout_s)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank")
+        self._store: Any = None
+        self._training: Training | None = None
+
+    @property
+    def training(self) -> Training:
+        assert self._training is not None, "MegatronRank.join() comes first"
+        return self._training
+
+    # ---- called by the driver
+
+    async def listen(self, host: str, port: int) -> int:
+        """Rank 0 only: open the meeting point of all ranks; returns its port. Port 0: a free one."""
+        return await self._run(self._listen, host, port)
+
+    async def join(self, host: str, port: int) -> None:
+        """Meet the other ranks, make the groups, load the weights."""
+        await self._run(self._join, host, port)
+
+    async def step(self, micro_batches: SequenceABC[MicroBatch], num_trained_tokens: int) -> dict[str, float]:
+        """See `Training.step`."""
+        return await self._run(lambda: self.training.step(micro_batches, num_trained_tokens))
+
+    async def logprobs(self, micro_batches: SequenceABC[MicroBatch]) -> list[NDArray[np.float32]] | None:
+        """See `Training.logprobs`."""
+        return await self._run(lambda: self.training.logprobs(micro_batches))
+
+    async def publish(self, folder: Path) -> Written:
+        """Write this stage's weights into `folder`; see `publish.write_stage`."""
+        from rl360.trainers.megatron.publish import write_stage
+
+        return await self._run(lambda: write_stage(self.training, folder))
+
+    async def offload(self) -> None:
+        """Move weights and optimizer state to pinned host memory, give the GPU's back; until `onload` nothing runs."""
+        await self._run(lambda: self.training.offload())
+
+    async def onload(self) -> None:
+        await self._run(lambda: self.training.onload())
+
+    async def close(self) -> None:
+        """Leave the groups. A rank whose thread is busy (a hung collective) is left to be killed."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # ---- on the rank's own thread
+
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def _listen(self, host: str, port: int) -> int:
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore(
+            host, port, self.settings.layout.world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
+        )
+        return int(self._store.port)
+
+    def _join(self, host: str, port: int) -> None:
+        import torch
+        from torch import distributed
+
+        size = self.settings.layout.world_size
+        if self._store is None:
+            self._store = distributed.TCPStore(
+                host, port, size, is_master=False, timeout=self._timeout, wait_for_workers=False
+            )
+        device, dtype, backend = self._hardware()
+        torch.manual_seed(self.settings.seed)
+        distributed.init_process_group(
+            backend, store=self._store, rank=self.rank, world_size=size, timeout=self._timeout
+        )
+        self._training = self._train(device, dtype)
+
+    def _hardware(self) -> tuple[torch.device, torch.dtype, str]:
+        """This rank's device, the weights' dtype there, and the backend of collectives."""
+        import torch
+
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise ConfigError(f"trainer: rank {self.rank} sees no GPU; trainer=megatron needs one a rank")
+        number = int(os.environ.get("LOCAL_RANK", self.rank))
+        if number >= count:
+            raise ConfigError(
+                f"trainer.num_gpus: rank {self.rank} would need GPU {number}, this machine shows {count}; expected at "
+                "most that many ranks on it"
+            )
+        torch.cuda.set_device(number)
+        return torch.device("cuda", number), torch.bfloat16, "nccl"
+
+    def _train(self, device: torch.device, dtype: torch.dtype) -> Training:
+        from rl360.models.megatron.parallel import start_parallel
+        from rl360.trainers.megatron.training import Training
+
+        start_parallel(self.settings.layout, self._timeout)
+        return Training(self.settings, device, dtype)

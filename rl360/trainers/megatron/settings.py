@@ -1,0 +1,30 @@
+"""What every rank of the Megatron trainer is told. No torch: the driver makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl360.models.megatron.layout import Layout
+from rl360.protocols import Algorithm
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """Fields are the keys of `MegatronTrainerConfig` where they have their names."""
+
+    layout: Layout
+    model_dir: Path  # HF folder of the initial policy, and of the reference model
+    algorithm: Algorithm
+    learning_rate: float
+    warmup_steps: int = 0
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    logprob_chunk_tokens: int = 1024
+    recompute: str = "none"
+    compile: bool = True
+    transformer_engine: bool = False
+    random_init_seed: int | None = None  # None: the folder's weights
+    seed: int = 0

@@ -1,0 +1,324 @@
+"""trainer=megatron as the loop sees it: one object in the driver, one process a GPU behind it.
+
+In: global batches. Out: an optimizer step and its metrics; published weights; checkpoints. Left to others: what a rank
+computes (rank.py), dealing a batch out (shards.py), processes (a `WorkerGroup`: local ones here, Ray's later).
+
+Ranks work together or not at all: when one dies, raises or is silent past its deadline, the others wait for it in a
+collective, so all are ended and the error says which one it was. The exception is an error that every rank raises by
+itself, such as a gradient that is not finite: the ranks are as before and go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceABC
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rl360.engine.workers import LocalWorkerGroup
+from rl360.errors import ConfigError, InfrastructureError, NonFiniteGradient, RL360Error, WorkerDied
+from rl360.models.megatron.layout import Layout
+from rl360.protocols import Algorithm
+from rl360.trainers.megatron.settings import TrainingSettings
+from rl360.trainers.megatron.shards import equal_cost_tokens, shard_batch
+from rl360.types import Batch, Update
+
+# After one rank failed the others either fail by themselves within this time or wait for it in a collective.
+LAST_WORDS_S = 5.0
+# Padding of a micro-batch beyond what the layout needs: rows of a product are computed in tiles of 64 and more, so
+# these cost nothing. At most a 64th of a small budget, so that tiny batches are not all padding.
+TOKEN_ALIGNMENT = 64
+
+
+class MegatronTrainer:
+    """Implements `rl360.protocols.Trainer`. Keyword-only arguments are collaborators, the others
+    `MegatronTrainerConfig`.
+
+    Args:
+        model_dir: HF folder of the initial policy, also of the reference model where the algorithm needs one.
+        random_init_seed: None: the folder's weights; a number: random weights from it.
+        log_dir: of the ranks' logs; None: a temporary folder.
+        worker_group_factory: (target, size, kwargs, name) -> WorkerGroup; None: processes on this machine.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        warmup_steps: int = 0,
+        betas: SequenceABC[float] = (0.9, 0.98),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        max_grad_norm: float = 1.0,
+        max_tokens_per_gpu: int = 16384,
+        logprob_chunk_tokens: int = 1024,
+        num_gpus: int = 1,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        virtual_pipeline_parallel_size: int | None = None,
+        context_parallel_size: int = 1,
+        sequence_parallel: bool = True,
+        recompute: str = "none",
+        transformer_engine: bool = False,
+        compile: bool = True,
+        async_checkpoint: bool = True,
+        step_timeout_s: float = 900.0,
+        start_timeout_s: float = 900.0,
+        init_method: str = "tcp://127.0.0.1:0",
+        rank_target: str = "rl360.trainers.megatron.rank:MegatronRank",
+        *,
+        model_dir: Path | str,
+        random_init_seed: int | None = None,
+        algorithm: Algorithm,
+        seed: int = 0,
+        log_dir: Path | str | None = None,
+        worker_group_factory: Callable[[str, int, Mapping[str, Any], str], Any] | None = None,
+    ):
+        self.version = 0
+        self._model_dir = Path(model_dir)
+        self._sizes = (
+            num_gpus,
+            tensor_parallel_size,
+            pipeline_parallel_size,
+            virtual_pipeline_parallel_size,
+            context_parallel_size,
+            sequence_parallel,
+        )
+        self._settings: dict[str, Any] = {
+            "model_dir": self._model_dir,
+            "algorithm": algorithm,
+            "learning_rate": learning_rate,
+            "warmup_steps": warmup_steps,
+            "betas": (betas[0], betas[1]),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+            "logprob_chunk_tokens": logprob_chunk_tokens,
+            "recompute": recompute,
+            "compile": compile,
+            "transformer_engine": transformer_engine,
+            "random_init_seed": random_init_seed,
+            "seed": seed,
+        }
+        self._algorithm = algorithm
+        self._max_tokens = max_tokens_per_gpu
+        self._async_checkpoint = async_checkpoint
+        self._step_timeout_s = step_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._init_method = init_method
+        self._rank_target = rank_target
+        self._log_dir = None if log_dir is None else Path(log_dir)
+        self._make_workers = worker_group_factory or self._local_workers
+        self._workers: Any = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self.layout = Layout()
+
+    def start(self) -> None:
+        """Start the ranks and wait until each has its weights.
+
+        Raises:
+            ConfigError: the layout does not fit the model, or the machine.
+            InfrastructureError: a rank did not start, or not in time.
+        """
+        from rl360.models.loading import read_config
+
+        config = read_config(self._model_dir)
+        self.layout = Layout.of(*self._sizes, model=config)
+        self._equal_cost = equal_cost_tokens(config)
+        address = urlsplit(self._init_method)
+        if address.scheme != "tcp" or not address.hostname:
+            raise ConfigError(f"trainer.init_method: {self._init_method!r}; expected tcp://host:port")
+        settings = TrainingSettings(layout=self.layout, **self._settings)
+        kwargs = {"settings": settings, "timeout_s": max(self._step_timeout_s, self._start_timeout_s)}
+        self._workers = self._make_workers(self._rank_target, self.layout.world_size, kwargs, "trainer")
+        deadline = time.monotonic() + self._start_timeout_s
+        try:
+            self._workers.start()
+            host = address.hostname
+            (port,) = self._call("listen", [(host, address.port or 0)], self._start_timeout_s)
+            left_s = max(1.0, deadline - time.monotonic())
+            self._call("join", [(host, port)] * self.layout.world_size, left_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _local_workers(self, target: str, size: int, kwargs: Mapping[str, Any], name: str) -> LocalWorkerGroup:
+        log_dir = self._log_dir
+        if log_dir is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="rl360-trainer-")
+            log_dir = Path(self._scratch.name)
+        env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        return LocalWorkerGroup(
+            target, size, kwargs, name=name, log_dir=log_dir, env=env, start_timeout_s=self._start_timeout_s
+        )
+
+    # ---- rl360.protocols.Trainer
+
+    def step(self, batch: Batch) -> Update:
+        """Run the algorithm's `updates_per_batch` optimizer steps on the whole batch; the version grows by one.
+
+        Metrics as of `TorchTrainer.step`.
+
+        Raises:
+            ValueError: the batch has no sequences.
+            NonFiniteGradient: a gradient is NaN or infinite; the weights are as before that optimizer step.
+            InfrastructureError: a rank died, failed or did not answer; all ranks are ended.
+        """
+        began_s = time.perf_counter()
+        shards = shard_batch(
+            batch,
+            data_parallel=self.layout.data,
+            max_tokens=self._max_tokens * self.layout.context,
+            pad_multiple=self._pad_multiple(),
+            count_multiple=self.layout.micro_batch_multiple,
+            equal_cost=self._equal_cost,
+        )
+        of_ranks = [shards[self.layout.place(rank).data] for rank in range(self.layout.world_size)]
+        found = self._call("step", [(micro, batch.num_trained_tokens) for micro in of_ranks], self._step_timeout_s)
+        self.version += 1
+        metrics = dict(found[-1])  # the last rank is of the last stage
+        metrics["perf/gpus"] = float(self.layout.world_size)
+        metrics["time/train_s"] = time.perf_counter() - began_s
+        num_tokens = sum(sequence.token_ids_T.size for sequence in batch.sequences)
+        updates = self._algorithm.updates_per_batch
+        metrics["perf/train_tokens_per_s"] = updates * num_tokens / metrics["time/train_s"]
+        return Update(version=self.version, metrics=metrics)
+
+    def publish(self, folder: Path) -> Path:
+        """Write the current weights as an HF folder, whole or not at all; an existing one is replaced."""
+        import torch
+
+        from rl360.models.hf_folder import copy_companions, sync_tree
+        from rl360.models.weight_files import INDEX_FILE, WEIGHTS_FILE
+
+        folder = Path(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            staging.chmod(0o755)
+            found = self._call_all("publish", staging)
+            files = {name: file for part in found for name, file in part.files.items()}
+            copy_companions(self._model_dir, staging, dtype=getattr(torch, found[0].dtype))
+            if len(set(files.values())) == 1:
+                (staging / next(iter(files.values()))).rename(staging / WEIGHTS_FILE)
+            else:
+                total = sum(part.num_bytes for part in found)
+                index = {"metadata": {"total_size": total}, "weight_map": files}
+                (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+            sync_tree(staging)
+            _replace(staging, folder)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        return folder
+
+    def save(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def restore(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def offload(self) -> None:
+        """Move the ranks' weights and optimizer state to host memory; until `onload` only that may be called."""
+        self._call_all("offload")
+
+    def onload(self) -> None:
+        self._call_all("onload")
+
+    def close(self) -> None:
+        """End the ranks. Idempotent."""
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.close()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
+
+    # ---- calls
+
+    def _pad_multiple(self) -> int:
+        """Of the tokens of a micro-batch: what the layout needs, and TOKEN_ALIGNMENT a context rank."""
+        alignment = max(1, min(TOKEN_ALIGNMENT, self._max_tokens // TOKEN_ALIGNMENT))
+        return math.lcm(self.layout.token_multiple, alignment * self.layout.context)
+
+    def _call_all(self, method: str, *args: Any) -> list[Any]:
+        return self._call(method, [args] * self.layout.world_size, self._step_timeout_s)
+
+    def _call(self, method: str, args: SequenceABC[tuple[Any, ...]], timeout_s: float) -> list[Any]:
+        """Call `method` on ranks 0.. with their arguments. See the module's docstring for what an error does."""
+        if self._workers is None:
+            raise RL360Error("MegatronTrainer: not started, or its ranks have ended")
+        try:
+            return asyncio.run(self._gather(method, args, timeout_s))
+        except NonFiniteGradient:
+            raise
+        except BaseException:
+            self._end_ranks()
+            raise
+
+    async def _gather(self, method: str, args: SequenceABC[tuple[Any, ...]], timeout_s: float) -> list[Any]:
+        calls = [
+            asyncio.create_task(self._workers.call(rank, method, *of_rank), name=f"rank {rank}")
+            for rank, of_rank in enumerate(args)
+        ]
+        done, open_ = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [call for call in done if call.exception() is not None]
+        if not failed and not open_:
+            return [call.result() for call in calls]
+        if not failed:
+            silent = ", ".join(call.get_name() for call in calls if call in open_)
+            if hasattr(self._workers, "dump_stacks"):
+                self._workers.dump_stacks()
+                await asyncio.sleep(1.0)
+            raise InfrastructureError(
+                "trainer_timeout", f"{method}: no answer after {timeout_s:g} s from {silent}; their logs have stacks"
+            )
+        if open_:
+            more, open_ = await asyncio.wait(open_, timeout=LAST_WORDS_S)
+            failed += [call for call in more if call.exception() is not None]
+        _raise_first(method, failed, len(calls))
+        raise AssertionError("unreachable")
+
+    def _end_ranks(self) -> None:
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.close(grace_s=0.0)
+
+
+def _raise_first(method: str, failed: SequenceABC[asyncio.Task[Any]], num_ranks: int) -> None:
+    """Raise what explains the failure best: a death, else the first error; the same from every rank as it is."""
+    errors = [(call.get_name(), call.exception()) for call in failed]
+    not_finite = [error for _, error in errors if isinstance(error, NonFiniteGradient)]
+    if len(not_finite) == num_ranks:
+        raise next((error for error in not_finite if "first in ?" not in str(error)), not_finite[0])
+    deaths = [(name, error) for name, error in errors if isinstance(error, WorkerDied)]
+    name, error = (deaths or errors)[0]
+    assert error is not None
+    if isinstance(error, ConfigError):
+        raise error
+    notes = "\n".join(getattr(error, "__notes__", []))
+    raise InfrastructureError(
+        "trainer_rank_died" if deaths else "trainer_rank_failed",
+        f"{method}: {name} of {num_ranks}: {type(error).__name__}: {error}\n{notes}".rstrip(),
+    ) from error
+
+
+def _replace(staging: Path, folder: Path) -> None:
+    """Rename into place; what is there already steps aside first, since a rename replaces only empty folders."""
+    from rl360.models.hf_folder import sync_path
+
+    if folder.exists():
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+        folder.rename(aside / "folder")
+        staging.rename(folder)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        staging.rename(folder)
+    sync_path(folder.parent)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from omegaconf import OmegaConf
 
 from rl360.config.compose import SECRET_KEY
+from rl360.config.gateway import gateway_problems
 from rl360.config.megatron import megatron_problems
 from rl360.config.names import suggestion
 from rl360.config.schemas import RootConfig
@@ -27,6 +28,7 @@ CHOICES = {
     "algorithm.importance_level": ("token", "sequence"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.recompute": ("none", "core_attn", "full"),
+    "gateway.policy": ("manual", "consistent_hashing"),
     "rollout.engine": ("embedded", "external"),
     "rollout.sync": ("shared", "disk"),
 }
@@ -71,6 +73,11 @@ RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "rollout.kv_cache_gib": (0, None, True),
     "rollout.request_timeout_s": (0, None, True),
     "gateway.port": (0, 65535, False),
+    "gateway.smg_port": (0, 65535, False),
+    "gateway.metrics_port": (0, 65535, False),
+    "gateway.start_timeout_s": (0, 110, True),  # its worker has 120 s
+    "gateway.stop_timeout_s": (0, None, True),
+    "gateway.health_interval_s": (0, None, True),
     "agent.max_turns": (1, None, False),
     "sandbox.memory_mib": (0, None, False),
     "sandbox.cpus": (0, None, False),
@@ -117,6 +124,7 @@ def combination_problems(config: RootConfig) -> list[str]:
         *_batch(config),
         *_sampling(config),
         *_engine(config),
+        *gateway_problems(config),
         *megatron_problems(config),
         *_agent(config),
         *_deadlines(config),

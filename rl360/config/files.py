@@ -7,7 +7,6 @@ written but a probe folder that is removed at once.
 from __future__ import annotations
 
 import json
-import socket
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl360.config.forecast import GIB, MIB, Forecast, ModelShape, forecast
+from rl360.config.gateway import gateway_machine_problems
 from rl360.config.gpu_memory import GpuForecast, gpu_forecast
 from rl360.config.schemas import MegatronTrainerConfig, ModelConfig, RootConfig, TasksConfig
 from rl360.diagnostics.machine import Gpu, Memory, free_disk_bytes, gpus, memory, write_problem
@@ -65,7 +65,7 @@ def look(config: RootConfig, run_dir: Path | None = None, resuming: bool = False
     _tasks(config, found)
     _output(config, found, run_dir, resuming)
     _sandbox(config, found)
-    _port(config, found)
+    found.problems.extend(gateway_machine_problems(config))
     _room(config, found)
     return found
 
@@ -252,21 +252,6 @@ def _dockerfiles(found: Found) -> None:
                 parse(path)
         except (DockerfileError, OSError, ValueError) as error:
             found.problems.append(f"task {task.task_id}: {path}: {error}")
-
-
-def _port(config: RootConfig, found: Found) -> None:
-    """A fixed port that somebody else holds is said before anything starts."""
-    if config.gateway.port == 0:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.gateway.host, config.gateway.port))
-        except OSError as error:
-            found.problems.append(
-                f"gateway.port: {config.gateway.port} on {config.gateway.host} cannot be used ({error.strerror}); "
-                "expected a free one, or 0 to take any"
-            )
 
 
 def _room(config: RootConfig, found: Found) -> None:

@@ -119,10 +119,29 @@ class RolloutConfig:
 
 @dataclass
 class GatewayConfig:
-    _target_: str = "rl360.gateway.direct.DirectGateway"
+    """What every gateway has; each adds its own (SCHEMAS)."""
+
+    _target_: str = MISSING
     host: str = "127.0.0.1"
     port: int = 0  # 0: a free one
     api_key_env: str | None = None  # name of the variable that holds the engines' key; null: none
+
+
+@dataclass
+class DirectGatewayConfig(GatewayConfig):
+    _target_: str = "rl360.gateway.direct.DirectGateway"
+
+
+@dataclass
+class SmgGatewayConfig(GatewayConfig):
+    _target_: str = "rl360.gateway.smg.SmgGateway"
+    smg_port: int = 0  # where SMG listens; 0: a free one
+    metrics_port: int = 0  # SMG's Prometheus metrics; 0: a free one (SMG's own 29000 is one for the whole machine)
+    policy: str = "manual"  # manual: a new session goes to the least loaded engine | consistent_hashing: by its hash
+    start_timeout_s: float = 60.0  # until SMG answers and has every engine
+    stop_timeout_s: float = 10.0  # between SIGTERM and SIGKILL
+    health_interval_s: float = 1.0  # between looks at SMG and the engines: how long a dead one is not noticed
+    smg_args: list[str] = field(default_factory=list)  # more arguments of `smg launch`, after ours
 
 
 @dataclass
@@ -220,7 +239,7 @@ class RootConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TorchTrainerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    gateway: GatewayConfig = field(default_factory=DirectGatewayConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     reward: dict[str, RewardConfig] = field(default_factory=dict)  # by name; lists would replace whole
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
@@ -240,6 +259,7 @@ class ComposedConfig(RootConfig):
     """
 
     trainer: Any = MISSING  # the chosen option's schema: SCHEMAS
+    gateway: Any = MISSING
     reward: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
 
@@ -249,6 +269,7 @@ class ComposedConfig(RootConfig):
 # `/schema_<group>_<option>@_here_`.
 SCHEMAS: dict[str, dict[str, type[Any]]] = {
     "trainer": {"torch": TorchTrainerConfig, "megatron": MegatronTrainerConfig},
+    "gateway": {"direct": DirectGatewayConfig, "smg": SmgGatewayConfig},
 }
 
 

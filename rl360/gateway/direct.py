@@ -37,6 +37,7 @@ class DirectGateway:
         host, port, api_key_env: of GatewayConfig.
         engine_urls, tokenizer_dir, tool_parser, reasoning_parser, request_timeout_s, log_dir: see ProxyWorker.
         worker_group_factory: (target, size, kwargs, name) -> WorkerGroup.
+        smg_url, smg_key: of SmgGateway.
         call_timeout_s: of opening or closing a session; a proxy that takes longer and answers no /health is replaced.
 
     Every method but `start` and `verify` raises InfrastructureError: `proxy_session_lost`, `proxy_timeout`,
@@ -57,6 +58,8 @@ class DirectGateway:
         reasoning_parser: str = "none",
         request_timeout_s: float = 120.0,
         call_timeout_s: float = CALL_TIMEOUT_S,
+        smg_url: str | None = None,
+        smg_key: str | None = None,
     ) -> None:
         kwargs: Mapping[str, Any] = {
             "engine_urls": list(engine_urls),
@@ -68,6 +71,8 @@ class DirectGateway:
             "request_timeout_s": request_timeout_s,
             "log_dir": str(log_dir),
             "api_key_env": api_key_env,
+            "smg_url": smg_url,
+            "smg_key": smg_key,
         }
         self._request_timeout_s = request_timeout_s
         self._call_timeout_s = call_timeout_s
@@ -121,12 +126,20 @@ class DirectGateway:
 
     async def health(self) -> bool:
         """Whether the proxy's HTTP server answers, the way agents reach it."""
+        return await self._proxy_answers()
+
+    async def _proxy_answers(self) -> bool:
         timeout = aiohttp.ClientTimeout(total=min(HEALTH_TIMEOUT_S, self._call_timeout_s))
         try:
             async with aiohttp.ClientSession(timeout=timeout) as client, client.get(f"{self._url}/health") as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
+
+    async def counts(self) -> Mapping[str, int]:
+        """What failed under the sessions since the proxy started: `engine_resends`, `engine_moves`, ..."""
+        counts: Mapping[str, int] = await self._call("counts")
+        return counts
 
     async def _call(self, method: str, *args: Any) -> Any:
         life = self._lives
@@ -138,7 +151,7 @@ class DirectGateway:
         except InfrastructureError:
             raise
         except TimeoutError as error:
-            if not await self.health():
+            if not await self._proxy_answers():
                 await self._revive(life)
             raise InfrastructureError("proxy_timeout", f"{method}: {error}") from error
         except Exception as error:  # whatever the proxy raised comes back as itself, and costs this try only
@@ -164,7 +177,7 @@ class DirectGateway:
 
         Raises EngineError or InfrastructureError naming what is missing, before anything is trained on it.
         """
-        await self._group.call(0, "verify", timeout_s=self._request_timeout_s + CALL_TIMEOUT_S)
+        await self._group.call(0, "verify", timeout_s=2 * self._request_timeout_s + CALL_TIMEOUT_S)
         spec = _verify_spec()
         base_url = await self.open(spec)
         try:
@@ -173,7 +186,11 @@ class DirectGateway:
             session = await self.close_session(spec.try_id)
         problems = _problems(reply, session)
         if problems:
-            raise EngineError("engine_reply", "the first request through the proxy: " + "; ".join(problems))
+            raise EngineError(
+                "engine_reply",
+                "the first request: lost in the session proxy, what is behind it answered completely: "
+                + "; ".join(problems),
+            )
 
     async def close(self) -> None:
         await asyncio.to_thread(self._group.close)

@@ -130,7 +130,7 @@ class LeastLoaded:
         """The serving set from now on. Engines that stay (the same objects) keep their sessions; sessions of one that
         left find another at their next request, and a request that runs on it ends as that engine lets it."""
         before = {id(load.engine): load for load in self._loads}
-        self._loads = [before.pop(id(engine), None) or _Load(engine) for engine in engines]
+        self._loads = [(before.pop(id(engine)) if id(engine) in before else _Load(engine)) for engine in engines]
         for load in before.values():
             if load.left_out is not None:
                 load.left_out.cancel()

@@ -1,0 +1,75 @@
+"""What fits together in the gateway's keys, and what of it this machine must have.
+
+In: a typed config. Out: problems as `key: what; expected; try`. Left to others: single values (combinations.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator
+
+from rl360.config.schemas import GatewayConfig, RootConfig, SmgGatewayConfig
+
+# Arguments that SMG gets from us, and those that would write a secret into the config and the list of processes.
+_OURS = ("--host", "--port", "--prometheus-host", "--prometheus-port", "--policy", "--worker-urls")
+_SECRET = ("--api-key", "--tenant-api-key", "--control-plane-api-keys")
+# A request that SMG sends a second time, or to another engine, is one that nobody counts.
+_RETRIES = ("--retry-max-retries", "--worker-overload-protection", "--worker-overload-shed")
+
+
+def gateway_problems(config: RootConfig) -> Iterator[str]:
+    """Wrong values and combinations."""
+    gateway = config.gateway
+    if not isinstance(gateway, SmgGatewayConfig):
+        return
+    ports = [(key, getattr(gateway, key)) for key in ("port", "smg_port", "metrics_port")]
+    for index, (key, port) in enumerate(ports):
+        same = [other for other, taken in ports[:index] if port and taken == port]
+        if same:
+            yield f"gateway.{key}: {port} is gateway.{same[0]} too; expected another, or 0 to take any"
+    for argument in gateway.smg_args:
+        name = argument.partition("=")[0]
+        if name in _OURS:
+            yield f"gateway.smg_args: {name} is set by RL360; expected the key of gateway that stands for it"
+        elif name in _SECRET:
+            yield f"gateway.smg_args: {name} would store a secret; name the variable in gateway.api_key_env"
+        elif name in _RETRIES:
+            yield (
+                f"gateway.smg_args: {name} lets SMG send requests elsewhere by itself, uncounted; expected none: the "
+                "session proxy sends again what failed"
+            )
+    if gateway.health_interval_s >= config.rollout.request_timeout_s:
+        yield (
+            f"gateway.health_interval_s: {gateway.health_interval_s:g} s; a dead engine would be noticed after the "
+            f"requests to it have timed out (rollout.request_timeout_s {config.rollout.request_timeout_s:g} s); "
+            "expected less"
+        )
+
+
+def gateway_machine_problems(config: RootConfig) -> Iterator[str]:
+    """What the gateway needs and this machine has not."""
+    gateway = config.gateway
+    if gateway.api_key_env and gateway.api_key_env not in os.environ:
+        yield "gateway.api_key_env: the variable that it names is not set; expected the engines' key in it"
+    if isinstance(gateway, SmgGatewayConfig) and importlib.util.find_spec("smg") is None:
+        yield "gateway: smg is not installed; it is in the extra `cluster`: pip install 'rl360[cluster]'"
+    for key in ("port", "smg_port", "metrics_port"):
+        yield from _port_problem(gateway, key)
+
+
+def _port_problem(gateway: GatewayConfig, key: str) -> Iterator[str]:
+    """A fixed port that somebody else holds is said before anything starts."""
+    port = getattr(gateway, key, 0)
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((gateway.host, port))
+        except OSError as error:
+            yield (
+                f"gateway.{key}: {port} on {gateway.host} cannot be used ({error.strerror}); expected a free one, or "
+                "0 to take any"
+            )

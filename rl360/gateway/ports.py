@@ -1,0 +1,39 @@
+"""A port that a server of ours can take, and take again when it is started again.
+
+In: a host. Out: a free port outside the range that the kernel hands to outgoing connections: within it, the port of a
+server that is down for a moment can be gone to one of them. Left to others: ports that a plan or a user fixed.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+
+FIRST_PORT, LAST_PORT = 10_000, 65_535
+TRIES = 200
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Raises OSError when none of 200 random ones is free."""
+    low, high = _ephemeral_range()
+    ports = [port for port in range(FIRST_PORT, LAST_PORT + 1) if not low <= port <= high]
+    error = OSError("no port")
+    for port in random.sample(ports, min(TRIES, len(ports))):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as problem:
+                error = problem
+            else:
+                return port
+    raise error
+
+
+def _ephemeral_range() -> tuple[int, int]:
+    try:
+        low, high = map(int, _EPHEMERAL.read_text().split())
+    except (OSError, ValueError):
+        return 32_768, 60_999  # Linux's own default
+    return (low, high) if high - low < LAST_PORT - FIRST_PORT else (LAST_PORT + 1, LAST_PORT + 1)

@@ -8,6 +8,10 @@ from pathlib import Path
 from rl360.models.megatron.layout import Layout
 from rl360.protocols import Algorithm
 
+# GiB that a rank's GPU held at most during a step: tensors, and what the allocator kept for them.
+PEAK_MEMORY = "perf/peak_memory_gib_max"
+PEAK_RESERVED = "perf/peak_reserved_gib_max"
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:

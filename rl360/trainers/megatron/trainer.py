@@ -27,7 +27,7 @@ from rl360.engine.workers import LocalWorkerGroup
 from rl360.errors import ConfigError, InfrastructureError, NonFiniteGradient, RL360Error, WorkerDied
 from rl360.models.megatron.layout import Layout
 from rl360.protocols import Algorithm
-from rl360.trainers.megatron.settings import TrainingSettings
+from rl360.trainers.megatron.settings import PEAK_MEMORY, PEAK_RESERVED, TrainingSettings
 from rl360.trainers.megatron.shards import equal_cost_tokens, shard_batch
 from rl360.types import Batch, Update
 
@@ -184,6 +184,9 @@ class MegatronTrainer:
         found = self._call("step", [(micro, batch.num_trained_tokens) for micro in of_ranks], self._step_timeout_s)
         self.version += 1
         metrics = dict(found[-1])  # the last rank is of the last stage
+        for name in (PEAK_MEMORY, PEAK_RESERVED):  # each GPU's own
+            if name in metrics:
+                metrics[name] = max(of_rank[name] for of_rank in found)
         metrics["perf/gpus"] = float(self.layout.world_size)
         metrics["time/train_s"] = time.perf_counter() - began_s
         num_tokens = sum(sequence.token_ids_T.size for sequence in batch.sequences)

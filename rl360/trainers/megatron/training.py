@@ -32,7 +32,7 @@ from rl360.protocols import Algorithm
 from rl360.trainers.megatron.head import head_logprobs, head_loss
 from rl360.trainers.megatron.offload import Offloader
 from rl360.trainers.megatron.optim import ShardedOptimizer
-from rl360.trainers.megatron.settings import TrainingSettings
+from rl360.trainers.megatron.settings import PEAK_MEMORY, PEAK_RESERVED, TrainingSettings
 from rl360.trainers.megatron.work import Targets, Work
 from rl360.trainers.packing import MicroBatch
 
@@ -146,11 +146,14 @@ class Training:
 
         Every data rank must have as many. Returns metrics under the names of the torch trainer, summed over all ranks
         (`num_trained_tokens` of the whole batch divides the entropy); they are complete on ranks of the last stage,
-        others have the norm and the learning rate only.
+        others have the norm, the learning rate and, on a GPU, what their own device held at most during the step
+        (GiB: tensors, and what the allocator kept for them).
 
         Raises:
             NonFiniteGradient: on every rank; the weights are as before that optimizer step.
         """
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         works = self._works(micro_batches)
         updates = self.settings.algorithm.updates_per_batch
         constants = self.constants(works)
@@ -162,7 +165,11 @@ class Training:
             if ENTROPY in totals:
                 totals[ENTROPY] /= num_trained_tokens
             per_update.append({**totals, "train/grad_norm": norm, "train/lr": rate})
-        return _over_updates(per_update)
+        metrics = _over_updates(per_update)
+        if self.device.type == "cuda":
+            metrics[PEAK_MEMORY] = torch.cuda.max_memory_allocated(self.device) / 2**30
+            metrics[PEAK_RESERVED] = torch.cuda.max_memory_reserved(self.device) / 2**30
+        return metrics
 
     def constants(self, works: SequenceABC[Work]) -> Constants:
         """Passes over the batch before its first optimizer step, where the algorithm needs them."""

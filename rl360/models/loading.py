@@ -35,6 +35,7 @@ COMPANION_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "configuration_k2_horizon.py",
 )
 
 

@@ -53,9 +53,9 @@ def prepare(
     progress(f"{source}: a {expect['model_type']} as published")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder_lock(folder), staging_folder(folder) as staging:
-        for name, text in _written(source).items():
+        for name, text in _written(source, write_configuration(staging)).items():
             (staging / name).write_text(text, encoding="utf-8")
-            progress(f"written  {name}")
+        progress(f"written  {', '.join(sorted(path.name for path in staging.iterdir()))}")
         for path in _unchanged(source, staging):
             how = _link(path, staging / path.relative_to(source))
             progress(f"{how:<8} {path.relative_to(source)} ({path.stat().st_size / 2**20:.1f} MiB)")
@@ -101,10 +101,15 @@ def _tokenizer_problems(source: Path) -> list[str]:
     return []
 
 
-def _written(source: Path) -> dict[str, str]:
-    """The files that change, by name."""
-    from importlib.resources import files
+def write_configuration(folder: Path) -> dict[str, Any]:
+    """Put the configuration's code into a checkpoint; returns the config.json keys that make readers find it."""
+    text = Path(__file__).with_name("k2_horizon_config.py").read_text(encoding="utf-8")
+    (folder / CONFIGURATION_FILE).write_text(text, encoding="utf-8")
+    return {"auto_map": {"AutoConfig": f"{Path(CONFIGURATION_FILE).stem}.{CONFIG_CLASS}"}}
 
+
+def _written(source: Path, configuration: Mapping[str, Any]) -> dict[str, str]:
+    """The JSON files that change, by name."""
     raw = read_raw_config(source)
     (theta,) = rope_thetas(raw)  # that there is one, and which, has been compared
     rope = {"rope_type": "default", **(raw.get("rope_parameters") or {}), "rope_theta": theta}
@@ -114,14 +119,14 @@ def _written(source: Path) -> dict[str, str]:
         "rope_parameters": rope,
         "dtype": dtype,
         "torch_dtype": dtype,
-        "auto_map": {"AutoConfig": f"{Path(CONFIGURATION_FILE).stem}.{CONFIG_CLASS}"},
     }
     tokenizer = json.loads((source / TOKENIZER_CONFIG_FILE).read_text(encoding="utf-8"))
     tokenizer["tokenizer_class"] = TOKENIZER_CLASS
+    if isinstance(tokenizer.get("extra_special_tokens"), list):  # transformers 4 expects names there, and fails
+        tokenizer["additional_special_tokens"] = tokenizer.pop("extra_special_tokens")
     return {
-        CONFIG_FILE: json.dumps({**raw, **changed}, indent=2) + "\n",
+        CONFIG_FILE: json.dumps({**raw, **changed, **configuration}, indent=2) + "\n",
         TOKENIZER_CONFIG_FILE: json.dumps(tokenizer, indent=2, ensure_ascii=False) + "\n",
-        CONFIGURATION_FILE: (files("rl360.models") / "k2_horizon_config.py").read_text(encoding="utf-8"),
         MANIFEST_FILE: json.dumps({"name": NAME, "source": f"prepared:{source}"}, indent=2) + "\n",
     }
 

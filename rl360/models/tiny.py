@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl360.errors import ConfigError
 from rl360.models.architecture import DecoderConfig
+from rl360.models.prepare import write_configuration
 from rl360.models.weight_files import expected_tensors
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def write_tiny(
     }
     if family == "k2_horizon":
         config |= {"mlp_only_layers": list(range(layers)), "rope_head_dim": head_dim}
+        config |= write_configuration(folder)
     decoder = DecoderConfig.from_hf(config, "tiny model")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     ends = [ids[token] for token in kind.eos]

@@ -19,6 +19,7 @@ from rl360.engine.record import RunRecord, outcome_of
 from rl360.engine.state import CheckpointStore, RunState
 from rl360.errors import Interrupted, RL360Error, TooManyFailures
 from rl360.protocols import Algorithm, Rollout, Trainer, Watchdog, WeightSync
+from rl360.rollout.admission import admitted_before
 from rl360.rollout.specs import group_spec
 from rl360.tasks.cursor import TaskCursor
 from rl360.types import Group, Outcome, OutcomeKind, Purpose, Sampling, Update
@@ -92,6 +93,7 @@ class TrainingLoop:
         metrics = {
             **rollout_metrics(groups, kept, self.state.version),
             **outcome_metrics(outcomes),
+            "rollout/groups_ahead": float(sum(map(len, self.early.values()))),
             **update.metrics,
             "time/wait_s": wait_s,
             "time/publish_s": publish_s,
@@ -114,18 +116,31 @@ class TrainingLoop:
     def collect(self, iteration: int) -> list[Group]:
         """Submit work as far ahead as staleness allows; wait for the groups of this iteration.
 
-        Groups of a later one that finish first wait for their turn: slow tasks are not passed over by fast ones.
+        Groups of a later one that finish first wait for their turn: slow tasks are not passed over by fast ones. What
+        runs ahead goes on while the trainer steps and over the new weights; when the trainer is slow, nothing new is
+        submitted, so finished work cannot pile up.
         """
         self.admit()
         while len(self.early.get(iteration, ())) < self.settings.tasks_per_iteration:
-            group = self.next_group(Purpose.TRAIN)
-            self.early.setdefault(group.spec.iteration, []).append(group)
-            self.watchdog.progress()
+            self.remember(self.next_group(Purpose.TRAIN))
+        self.take_what_is_ready()
         return sorted(self.early.pop(iteration), key=lambda group: group.spec.group_id)
+
+    def remember(self, group: Group) -> None:
+        self.early.setdefault(group.spec.iteration, []).append(group)
+        self.watchdog.progress()
+
+    def take_what_is_ready(self) -> None:
+        """So that `rollout/groups_ahead` counts all of it. On-policy there is no work of a later iteration."""
+        while self.submitted > self.state.iteration + 1:
+            try:
+                self.remember(self.rollout.next(self.state.version, 0.0, Purpose.TRAIN))
+            except TimeoutError:
+                return
 
     def admit(self) -> None:
         """Staleness is bounded here, by not starting work, so that a slow attempt is never thrown away."""
-        horizon = min(self.state.iteration + self.settings.max_staleness + 1, self.settings.iterations)
+        horizon = admitted_before(self.state.iteration, self.settings.max_staleness, self.settings.iterations)
         while self.submitted < horizon:
             for slot, task in enumerate(self.cursor.take(self.settings.tasks_per_iteration)):
                 spec = group_spec(

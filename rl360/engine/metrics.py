@@ -37,9 +37,26 @@ def rollout_metrics(groups: Sequence[Group], kept: Sequence[Group], version: int
     }
     ages = [version - v for g in groups if (v := g.oldest_version) is not None]
     found["rollout/staleness_max"] = float(max(ages)) if ages else None
+    found |= _by_version(valid, version)
     found.update(_by_reward(valid))
     found.update(_by_domain(groups))
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _by_version(valid: Sequence[Attempt], version: int) -> dict[str, float | None]:
+    """How old the sampled tokens are, and how many attempts went on over new weights."""
+    num_tokens = 0
+    total_age = 0
+    mixed = []
+    for attempt in valid:
+        spans = [span for segment in attempt.segments for span in segment.version_spans]
+        num_tokens += sum(span.end - span.start for span in spans)
+        total_age += sum((version - span.version) * (span.end - span.start) for span in spans)
+        mixed.append(float(len({span.version for span in spans}) > 1))
+    return {
+        "rollout/staleness_mean": total_age / num_tokens if num_tokens else None,
+        "rollout/mixed_versions_share": _mean(mixed),
+    }
 
 
 def _format_failures(attempt: Attempt) -> int | None:

@@ -5,8 +5,11 @@ lives in one thread with its own event loop, so that the driver's thread is free
 trial does (trial workers), the tokens (gateway), what an end means (rl360.rollout.failures) and what is trained on
 (the algorithm).
 
-Work is bounded by admission: `concurrency` attempts are open at once, everything else waits. A try that fails under the
-policy is requeued as a new try of the same attempt until `max_tries`, then kept as a masked attempt with its cause.
+Work is bounded by admission: `concurrency` attempts are open at once, everything else waits. Evaluation, for which the
+loop waits, goes first, then the group that was submitted first: new work never delays what is nearly done. A try that
+fails under the policy is requeued as a new try of the same attempt until `max_tries`, then kept as a masked attempt
+with its cause. New weights do not stop anything: an attempt goes on over them, and its segments say which version each
+token is from.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from typing import Any
 
 from rl360.errors import InfrastructureError, RL360Error
 from rl360.protocols import Gateway, Reward, WorkerGroup
-from rl360.rollout.failures import Action, Verdict, classify, classify_cause
+from rl360.rollout.admission import Slots
+from rl360.rollout.failures import Action, Verdict, classify, classify_cause, unjudged_by_own_doing
 from rl360.rollout.scoring import score_attempt, score_group
 from rl360.types import (
     Attempt,
@@ -33,6 +37,7 @@ from rl360.types import (
     GroupSpec,
     Purpose,
     Session,
+    Stop,
     Timings,
     TrialResult,
 )
@@ -106,7 +111,7 @@ class QueueRollout:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rollout", daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._slots: asyncio.Semaphore | None = None
+        self._slots: Slots | None = None
         self._load = [0] * workers.size
         self._lives = [0] * workers.size  # how often each worker was started again
         self._restarting: dict[int, asyncio.Lock] = {}
@@ -203,7 +208,7 @@ class QueueRollout:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _start(self) -> None:
-        self._slots = asyncio.Semaphore(self._concurrency)
+        self._slots = Slots(self._concurrency)
         await asyncio.gather(asyncio.to_thread(self._workers.start), self._start_gateway())
 
     async def _start_gateway(self) -> None:
@@ -254,7 +259,7 @@ class QueueRollout:
         while True:
             tries += 1
             assert self._slots is not None
-            async with self._slots:
+            async with self._slots.slot((group.spec.purpose is Purpose.TRAIN, group.order)):
                 attempt, verdict = await self._run_try(spec, queued_at)
             if verdict.action is Action.ABORT:
                 raise InfrastructureError(verdict.cause or "abort", f"{spec.try_id}: {_trial_error(attempt.trial)}")
@@ -282,9 +287,12 @@ class QueueRollout:
 
     async def _complete(self, group: _OpenGroup) -> None:
         """Score what needs the whole group, then offer it. The journal holds attempts as they were before this."""
-        attempts = await score_group(
-            self._rewards, group.spec.task, [group.finished[a.attempt_id] for a in group.spec.attempts]
-        )
+        attempts = [group.finished[a.attempt_id] for a in group.spec.attempts]
+        for index in unjudged_by_own_doing(attempts):
+            log.warning("%s scores zero: %s", attempts[index].spec.try_id, attempts[index].cause)
+            own = replace(attempts[index], stop=Stop.AGENT_ERROR)
+            attempts[index] = await score_attempt(self._rewards, own, zero=True)
+        attempts = await score_group(self._rewards, group.spec.task, attempts)
         with self._lock:
             group.finished = {a.spec.attempt_id: a for a in attempts}
             self._ready[group.spec.purpose].append(group)

@@ -83,8 +83,9 @@ class MemoryWorkers:
         if isinstance(result, WorkerDied):
             self.dead.add(rank)
             raise result
-        rewards, exception = result
-        return TrialResult(spec.try_id, rewards, exception, None, {}, Timings(agent_s=1.0), Path("x"))
+        rewards, exception, *metadata = result
+        said = metadata[0] if metadata else {}
+        return TrialResult(spec.try_id, rewards, exception, None, said, Timings(agent_s=1.0), Path("x"))
 
     def alive(self, rank):
         return rank not in self.dead
@@ -283,6 +284,32 @@ def test_a_policy_that_ran_out_of_context_scores_zero(make_queue):
     assert (attempt.reward, attempt.success, attempt.stop) == (0.0, False, Stop.LENGTH)
 
 
+@pytest.mark.parametrize(
+    ("others", "offline", "error", "reward"),
+    [
+        ({"reward": 1.0}, True, "VerifierTimeoutError", 0.0),
+        ({"reward": 0.0}, True, "RewardFileNotFoundError", 0.0),
+        ({"reward": 1.0}, False, "VerifierTimeoutError", None),  # the tests may have waited for the network
+        (None, True, "VerifierTimeoutError", None),  # they never judged anything: the task may be broken
+        ({"reward": 1.0}, True, "SandboxDied", None),  # the machine's failure stays one
+    ],
+)
+def test_tests_that_judged_the_others_blame_what_they_hang_on(make_queue, others, offline, error, reward):
+    def behave(spec):
+        odd = spec.attempt_id.endswith("-1") or others is None
+        return (None, error, {"offline": offline}) if odd else (others, None, {"offline": offline})
+
+    queue, workers, _, _ = make_queue(behave, max_tries=1)
+    queue.submit(make_group(3))
+    attempts = queue.next(0, 5.0).attempts
+    assert attempts[1].reward == reward
+    assert attempts[1].valid is (reward is not None)
+    assert attempts[1].stop is (Stop.INFRASTRUCTURE if reward is None else Stop.AGENT_ERROR)
+    assert attempts[1].cause is not None
+    assert attempts[1].num_sampled_tokens == 2
+    assert len(workers.seen) == 3  # no other try: it would find the same
+
+
 def test_replayed_attempts_do_not_run_again(make_queue):
     first, _, _, _ = make_queue(lambda spec: ({"reward": 1.0}, None))
     first.submit(make_group(2))
@@ -385,3 +412,48 @@ def test_a_group_reward_may_be_the_only_one_and_leaves_zeros_alone(make_queue):
     queue, _, _, _ = make_queue(behave, rewards={"rank": Rank()})
     queue.submit(make_group(2))
     assert [a.reward for a in queue.next(0, 5.0).attempts] == [0.7, 0.0]
+
+
+async def _wait(seconds):
+    await asyncio.sleep(seconds)
+    return {"reward": 1.0}, None
+
+
+def order_of_starts(recorder):
+    return [(try_id.split("-")[1], try_id.rsplit(".", 1)[1]) for try_id in recorder.started]
+
+
+def test_a_second_try_of_an_old_group_goes_before_newer_groups(make_queue):
+    """With one slot: the try that failed waits for its pause and then for one attempt, not for all that came later."""
+
+    def behave(spec):
+        return (None, "InternalServerError") if "-000-" in spec.try_id and spec.try_number == 0 else _wait(0.15)
+
+    queue, _, _, recorder = make_queue(behave, concurrency=1)
+    for slot in range(8):
+        queue.submit(make_group(1, slot=slot))
+    for _ in range(8):
+        queue.next(0, 10.0)
+    starts = order_of_starts(recorder)
+    assert starts[0] == ("000", "t0")
+    assert starts.index(("000", "t1")) <= 3
+    assert [slot for slot, number in starts if number == "t0"] == [f"{slot:03d}" for slot in range(8)]
+
+
+def test_evaluation_goes_before_training_that_runs_ahead(make_queue):
+    queue, _, _, recorder = make_queue(lambda spec: _wait(0.05), concurrency=1)
+    for slot in range(4):
+        queue.submit(make_group(1, slot=slot))
+    queue.submit(make_group(1, slot=9, purpose=Purpose.EVAL))
+    queue.next(0, 10.0, Purpose.EVAL)
+    assert [slot for slot, _ in order_of_starts(recorder)].index("009") == 1
+
+
+def test_short_and_long_attempts_start_in_the_order_of_submission(make_queue):
+    """A long attempt keeps its slot; nothing that was submitted later starts before what waits."""
+    queue, _, _, recorder = make_queue(lambda spec: _wait(0.2 if "-000-" in spec.try_id else 0.01), concurrency=2)
+    for slot in range(6):
+        queue.submit(make_group(2, slot=slot))
+    for _ in range(6):
+        queue.next(0, 10.0)
+    assert [slot for slot, _ in order_of_starts(recorder)] == [f"{slot:03d}" for slot in range(6) for _ in range(2)]

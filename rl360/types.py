@@ -160,6 +160,7 @@ class Session:
     retries_deduplicated: int = 0
     engine_resends: int = 0  # requests that failed under us and that the proxy sent again
     engine_moves: int = 0  # how often the session went on with another engine
+    sampling_s: float = 0.0  # of engine_wait_s: what sampling these tokens takes; the rest were queues and pauses
 
 
 @dataclass(frozen=True, slots=True)

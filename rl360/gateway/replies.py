@@ -11,13 +11,14 @@ import hashlib
 import json
 import re
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl360.gateway.engine_pool import EnginePool, Generation
 from rl360.gateway.json_text import read_json
 from rl360.gateway.messages import CanonicalMessage, canonical, normalise
 from rl360.gateway.openai_api import ChatRequest
+from rl360.gateway.pace import Pace
 from rl360.gateway.parsers import TurnParser
 from rl360.gateway.templates import ChatTemplate
 from rl360.gateway.tokenizer import TextTokenizer
@@ -39,6 +40,7 @@ class Services:
     pool: EnginePool
     executor: Executor
     max_truncated_turns: int = MAX_TRUNCATED_TURNS
+    pace: Pace = field(default_factory=Pace)
 
 
 def assistant_message(

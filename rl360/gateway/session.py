@@ -139,6 +139,7 @@ class ProxySession:
         self._waiting = 0
         self._waiting_since = 0.0
         self._waited_s = 0.0
+        self._sampling_s = 0.0
 
     async def read(self, body: bytes) -> tuple[ChatRequest, ReplyOptions]:
         """Parse a request off the event loop. Raises RequestError."""
@@ -232,6 +233,7 @@ class ProxySession:
                 raise context_length_error(
                     f"{len(plan.prompt_ids)} tokens in the messages, {sampling.max_context_tokens} in all"
                 )
+            asked = self._clock()
             generation = await self._services.pool.generate(
                 self.spec.try_id,
                 f"{self.spec.try_id}.{number}",
@@ -240,7 +242,7 @@ class ProxySession:
                 min(sampling.max_new_tokens, room),
                 mix_seed(self.spec.seed, number),
             )
-            self._count(generation)
+            self._count(generation, self._clock() - asked)
             message, known = await self._offload(
                 assistant_message, self._services, request, plan, generation, (self.spec.seed, number)
             )
@@ -300,7 +302,10 @@ class ProxySession:
         if self._stop is Stop.LENGTH:
             raise context_length_error("the session reached its token cap")
 
-    def _count(self, generation: Generation) -> None:
+    def _count(self, generation: Generation, seconds: float) -> None:
+        num_tokens = len(generation.token_ids)
+        self._services.pace.add(num_tokens, seconds)
+        self._sampling_s += self._services.pace.sampling_s(num_tokens, seconds)
         self._resends += generation.resends
         self._moves += self._engine_url not in (None, generation.engine_url)
         self._engine_url = generation.engine_url
@@ -358,7 +363,7 @@ class ProxySession:
         if self._failure is not None:
             stop, cause = Stop.INFRASTRUCTURE, self._failure[1]
         counts = (self._num_truncated(), self._retries, self._resends, self._moves)
-        return Session(segments, turns, stop, cause, self._waited_s, *counts)
+        return Session(segments, turns, stop, cause, self._waited_s, *counts, min(self._sampling_s, self._waited_s))
 
     async def _offload(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._services.executor, function, *args)

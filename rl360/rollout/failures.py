@@ -12,12 +12,12 @@ table to users.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
-from rl360.types import Session, Stop, TrialResult
+from rl360.types import Attempt, Session, Stop, TrialResult
 
 
 class Action(StrEnum):
@@ -41,16 +41,21 @@ class Row:
 
     policy: the policy's own end. It is trained on where the verifier gave a verdict all the same, else scored zero.
     at_cap: agents also say this when the proxy refuses a call at a cap of turns or tokens; then it is the policy's.
+    agents: an agent's own program raises this too, or says it of what a program in the sandbox printed. Raised while
+        the sandbox went on answering, it is the policy's (agent_watch.py); the row is for when that is not known.
     """
 
     action: Action
     cause: str
     policy: Stop | None = None
     at_cap: bool = False
+    agents: bool = False
 
 
-def _rows(action: Action, cause: str, names: Iterable[str], at_cap: bool = False) -> dict[str, Row]:
-    return dict.fromkeys(names, Row(action, cause, at_cap=at_cap))
+def _rows(
+    action: Action, cause: str, names: Iterable[str], at_cap: bool = False, agents: bool = False
+) -> dict[str, Row]:
+    return dict.fromkeys(names, Row(action, cause, at_cap=at_cap, agents=agents))
 
 
 def _policy(stop: Stop, names: Iterable[str]) -> dict[str, Row]:
@@ -87,7 +92,8 @@ EXCEPTIONS: Mapping[str, Row] = MappingProxyType(
         "DownloadVerifierDirError": Row(_REQUEUE, "sandbox_download"),
         "RuntimeRequestError": Row(_REQUEUE, "sandbox_request"),
         # What a Harbor environment raises when it is gone; our own says so before the verifier runs.
-        **_rows(_REQUEUE, "sandbox_died", ("RuntimeError", "SandboxDied")),
+        "RuntimeError": Row(_REQUEUE, "sandbox_died", agents=True),
+        "SandboxDied": Row(_REQUEUE, "sandbox_died"),
         **_rows(
             _REQUEUE,
             "sandbox_service",
@@ -104,11 +110,6 @@ EXCEPTIONS: Mapping[str, Row] = MappingProxyType(
             _REQUEUE,
             "model_provider",
             (
-                "ApiRateLimitError",
-                "ApiInternalServerError",
-                "ApiOverloadedError",
-                "ApiResponseStalledError",
-                "ApiUsageLimitError",
                 "RateLimitError",
                 "InternalServerError",
                 "ServiceUnavailableError",
@@ -119,11 +120,24 @@ EXCEPTIONS: Mapping[str, Row] = MappingProxyType(
                 "EngineError",
             ),
         ),
+        **_rows(  # Harbor reads these from what the agent's program printed; the proxy knows how its calls went
+            _REQUEUE,
+            "model_provider",
+            (
+                "ApiRateLimitError",
+                "ApiInternalServerError",
+                "ApiOverloadedError",
+                "ApiResponseStalledError",
+                "ApiUsageLimitError",
+            ),
+            agents=True,
+        ),
         **_rows(
             _REQUEUE,
             "model_provider",
             ("ApiError", "UnknownApiError", "APIError", "APIStatusError", "BadRequestError"),
             at_cap=True,
+            agents=True,
         ),
         **_rows(
             _REQUEUE,
@@ -137,6 +151,9 @@ EXCEPTIONS: Mapping[str, Row] = MappingProxyType(
                 "ConnectTimeout",
                 "ReadError",
                 "RemoteProtocolError",
+                "TransportError",
+                "RequestException",
+                "ClientError",
                 "ClientConnectorError",
                 "ClientOSError",
                 "ServerDisconnectedError",
@@ -151,15 +168,17 @@ EXCEPTIONS: Mapping[str, Row] = MappingProxyType(
             "model_request",
             ("UnprocessableEntityError", "UnsupportedParamsError", "UnsupportedModelParametersError"),
             at_cap=True,
+            agents=True,
         ),
         **_rows(_MASK, "model_reply", ("APIResponseValidationError",)),
         **_rows(_MASK, "model_budget", ("BudgetExceededError",)),
-        **_rows(_MASK, "model_not_found", ("ModelNotFoundError", "ApiProviderResourceNotFoundError", "NotFoundError")),
+        **_rows(_MASK, "model_not_found", ("ModelNotFoundError", "ApiProviderResourceNotFoundError"), agents=True),
+        "NotFoundError": Row(_MASK, "model_not_found"),
+        "AgentAuthenticationError": Row(_ABORT, "authentication", agents=True),
         **_rows(
             _ABORT,
             "authentication",
             (
-                "AgentAuthenticationError",
                 "AuthenticationError",
                 "PermissionDeniedError",
                 "ApiKeyRejectedError",
@@ -167,15 +186,16 @@ EXCEPTIONS: Mapping[str, Row] = MappingProxyType(
                 "DaytonaAuthenticationError",
             ),
         ),
-        # -- the agent's program. It may have failed because of the policy or under it, so it is no zero.
-        "NonZeroAgentExitCodeError": Row(_REQUEUE, "agent_exit_code", at_cap=True),
-        "RecursionError": Row(_REQUEUE, "agent_recursion", at_cap=True),
+        # -- the agent's program
+        "NonZeroAgentExitCodeError": Row(_REQUEUE, "agent_exit_code", at_cap=True, agents=True),
+        "RecursionError": Row(_REQUEUE, "agent_recursion", at_cap=True, agents=True),
         # -- the verifier: the task is to blame, and another try would find the same
         "VerifierTimeoutError": Row(_MASK, "verifier_timeout"),
         **_rows(_MASK, "verifier_no_reward", ("RewardFileNotFoundError", "RewardFileEmptyError")),
         "VerifierOutputParseError": Row(_MASK, "verifier_garbage"),
         # -- the task's own settings
-        **_rows(_MASK, "task_invalid", ("TOMLDecodeError", "UnsupportedTaskError", "ValidationError")),
+        **_rows(_MASK, "task_invalid", ("TOMLDecodeError", "UnsupportedTaskError")),
+        "ValidationError": Row(_MASK, "task_invalid", agents=True),
         # -- Harbor
         **_rows(_MASK, "harbor_unsupported", ("ServiceOperationsUnsupportedError", "RegradeError")),
         **_rows(
@@ -187,6 +207,7 @@ EXCEPTIONS: Mapping[str, Row] = MappingProxyType(
             _REQUEUE,
             "host_io",
             ("OSError", "FileNotFoundError", "FileExistsError", "PermissionError", "NotADirectoryError"),
+            agents=True,
         ),
         "MemoryError": Row(_REQUEUE, "host_memory"),
         "TimeoutError": Row(_REQUEUE, "timeout"),
@@ -224,13 +245,39 @@ CAUSES: Mapping[str, Row] = MappingProxyType(
             # A request that the engine refuses as it stands: too long, or out of its memory. It would refuse it again.
             (_MASK, ("engine_status_400", "engine_status_413", "engine_status_422")),
             # What does not start a second time will not start for the next attempt either.
-            (_ABORT, ("engine_start", "proxy_start", "worker_start")),
+            (_ABORT, ("engine_start", "proxy_start", "smg_start", "worker_start")),
         )
         for name in names
     }
     | {f"engine_status_{code}": Row(_ABORT, "authentication") for code in (401, 403)}
 )
+AGENT_ERROR = (
+    "agent_error"  # in a trial's metadata: the class of what its agent raised in a sandbox that went on answering
+)
 DISK_FULL = "No space left on device"  # strerror(ENOSPC): the host's disk, since a full sandbox is reported apart
+
+
+# Ends of a verifier without a verdict. The task is to blame, unless the same tests judged another attempt of its group.
+NO_VERDICT = frozenset({"verifier_timeout", "verifier_no_reward", "verifier_garbage"})
+OFFLINE = "offline"  # in a trial's metadata: its sandboxes had no network that tests could have waited for
+
+
+def unjudged_by_own_doing(attempts: Sequence[Attempt]) -> list[int]:
+    """Which attempts of a group end without a verdict because of what they left to be tested.
+
+    The tests judged another attempt of the group, each in a new sandbox and without a network. So what made them hang
+    or break here is what differs: the policy's work, such as a solution that never ends.
+    """
+    if not any(attempt.valid and attempt.trial is not None and _has_verdict(attempt.trial) for attempt in attempts):
+        return []
+    return [
+        index
+        for index, attempt in enumerate(attempts)
+        if attempt.stop is Stop.INFRASTRUCTURE
+        and attempt.cause in NO_VERDICT
+        and attempt.trial is not None
+        and attempt.trial.agent_metadata.get(OFFLINE) is True
+    ]
 
 
 def row_of(cause: str) -> Row:
@@ -248,7 +295,8 @@ def classify(trial: TrialResult, session: Session | None, agent_timeout_s: float
     """Decide what the end of one try means.
 
     `agent_timeout_s` is the agent's own budget. Harbor's timer is wall clock, and is given more (`agent_timer_s`): the
-    agent's seconds less the seconds that it waited for the engine are what counts against the budget.
+    agent's seconds less those that it waited for the engine are what counts against the budget. Sampling the policy's
+    own tokens is no wait: without it the attempts with the longest answers would be the ones that are left out.
     """
     if session is None:
         return classify_cause("proxy_session_lost")
@@ -271,11 +319,11 @@ def agent_timer_s(budget_s: float, trial_timeout_s: float, start_timeout_s: floa
 
 def _of_trial(trial: TrialResult, session: Session, agent_timeout_s: float) -> Verdict:
     name = trial.exception_type
-    has_verdict = bool(trial.rewards) and all(math.isfinite(v) for v in (trial.rewards or {}).values())
+    has_verdict = _has_verdict(trial)
     if not has_verdict and (resource := trial.agent_metadata.get("exhausted")):
         # The policy used up its own sandbox (memory, disk, lifetime): the verifier had no ground left to stand on.
         return Verdict(Action.SCORE_ZERO, Stop.AGENT_ERROR, f"exhausted_{resource}")
-    own_s = trial.timings.agent_s - session.engine_wait_s
+    own_s = trial.timings.agent_s - (session.engine_wait_s - session.sampling_s)
     if name is None:
         if trial.agent_metadata.get("stop") == Stop.INFRASTRUCTURE.value:
             return classify_cause("agent_infrastructure")
@@ -284,6 +332,11 @@ def _of_trial(trial: TrialResult, session: Session, agent_timeout_s: float) -> V
             return Verdict(Action.TRAIN, Stop.TIMEOUT if late else _policy_stop(trial, session))
         return Verdict(Action.MASK, Stop.INFRASTRUCTURE, "verifier_garbage" if trial.rewards else "verifier_no_reward")
     row = EXCEPTIONS.get(name, Row(Action.REQUEUE, f"unclassified_{name}"))
+    own = trial.agent_metadata.get(AGENT_ERROR)
+    if own is not None and session.turns and (name == own or row.cause.startswith("verifier_")):
+        # The agent's program failed on what the policy said: its sandbox went on answering, and so did the engine.
+        end = session.stop or Stop.AGENT_ERROR
+        return Verdict(Action.TRAIN, end) if has_verdict else Verdict(Action.SCORE_ZERO, end, str(own))
     if name == "AgentTimeoutError" and own_s < agent_timeout_s:
         # Below the budget altogether: Harbor gives this name to any time-out that an agent raises.
         return classify_cause("engine_wait" if trial.timings.agent_s >= agent_timeout_s else "timeout")
@@ -294,6 +347,10 @@ def _of_trial(trial: TrialResult, session: Session, agent_timeout_s: float) -> V
         return Verdict(Action.TRAIN, stop) if has_verdict else Verdict(Action.SCORE_ZERO, stop, name)
     full = row.action is Action.REQUEUE and DISK_FULL in (trial.exception_message or "")
     return Verdict(row.action, Stop.INFRASTRUCTURE, "disk_full" if full else row.cause)
+
+
+def _has_verdict(trial: TrialResult) -> bool:
+    return bool(trial.rewards) and all(math.isfinite(value) for value in (trial.rewards or {}).values())
 
 
 def _unless_it_worked(verdict: Verdict, session: Session) -> Verdict:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl360.rollout.failures import AGENT_ERROR, OFFLINE
 from rl360.types import AttemptSpec, Timings, TrialResult
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from harbor.models.trial.result import TimingInfo
     from harbor.models.trial.result import TrialResult as HarborResult
     from harbor.trial.trial import Trial
+
+    from rl360.rollout.agent_watch import AgentWatch
 
 _HARBOR_ENV = {"HARBOR_TELEMETRY": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 _LOCAL_SANDBOX = "rl360.sandboxes.local:LocalSandbox"
@@ -74,6 +77,10 @@ class TrialWorker:
     def _is_local(self) -> bool:
         return self._sandbox["import_path"] == _LOCAL_SANDBOX
 
+    @property
+    def _is_ours(self) -> bool:
+        return str(self._sandbox["import_path"]).startswith(_OWN_SANDBOXES)
+
     async def start(self) -> None:
         """Import Harbor, make the base root file system, remove what killed runs left. Raises without ability."""
         os.environ.update(_HARBOR_ENV)
@@ -120,13 +127,16 @@ class TrialWorker:
         trial_dir = self._trials_dir / name
         began = time.monotonic()
         trial: Trial | None = None
+        watch: AgentWatch | None = None
         failure: tuple[str, str] | None = None
         try:
             async with asyncio.timeout(self._trial_timeout_s):
                 trial = await self._tasks.create(self._config(spec, base_url, name))
+                from rl360.rollout.agent_watch import AgentWatch
                 from rl360.rollout.verification import isolate
 
                 isolate(trial)
+                watch = AgentWatch(trial)
                 await trial.run()
         except TimeoutError:
             failure = ("TrialTimeoutError", f"the trial took more than {self._trial_timeout_s} s")
@@ -137,7 +147,10 @@ class TrialWorker:
             failure = (type(error).__name__, str(error))
         finally:
             _forget_loggers(name)
-        result = _map(spec, trial, failure, trial_dir, queue_s, time.monotonic() - began)
+        own = watch.error if watch is not None else None
+        result = _map(spec, trial, failure, own, trial_dir, queue_s, time.monotonic() - began)
+        if self._is_ours and not self._sandbox.get("network"):
+            result = replace(result, agent_metadata={**result.agent_metadata, OFFLINE: True})
         failed = result.exception_type is not None or result.rewards is None
         if failed or self._keep_trial_dirs:
             return replace(result, logs=_logs(trial_dir))
@@ -148,7 +161,7 @@ class TrialWorker:
         from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
 
         sandbox_kwargs = dict(self._sandbox.get("kwargs") or {})
-        if self._sandbox["import_path"].startswith(_OWN_SANDBOXES):
+        if self._is_ours:
             fields = {key: self._sandbox[key] for key in _SANDBOX_FIELDS if key in self._sandbox}
             sandbox_kwargs = {**fields, "cache_dir": str(self._cache_dir), "run_id": self._run_id, **sandbox_kwargs}
         return TrialConfig(
@@ -177,6 +190,7 @@ def _map(
     spec: AttemptSpec,
     trial: Trial | None,
     failure: tuple[str, str] | None,
+    agents_own: Exception | None,
     trial_dir: Path,
     queue_s: float,
     total_s: float,
@@ -190,6 +204,10 @@ def _map(
             failure = (harbor.exception_info.exception_type, harbor.exception_info.exception_message)
         if harbor.agent_result is not None:
             metadata.update(harbor.agent_result.metadata or {})
+        metadata.pop(AGENT_ERROR, None)  # ours to say
+        if agents_own is not None:
+            metadata[AGENT_ERROR] = type(agents_own).__name__
+            failure = failure or (type(agents_own).__name__, str(agents_own))
         if harbor.verifier_result is not None and harbor.verifier_result.rewards:
             rewards = {key: float(value) for key, value in harbor.verifier_result.rewards.items()}
             if len(rewards) > _MAX_REWARD_KEYS or any(not abs(value) <= _MAX_REWARD for value in rewards.values()):

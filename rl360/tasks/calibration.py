@@ -22,6 +22,7 @@ from typing import Any
 
 from rl360.errors import TaskError
 from rl360.protocols import Rollout
+from rl360.rollout.failures import NO_VERDICT
 from rl360.seeding import seed_from
 from rl360.types import Attempt, AttemptSpec, GroupSpec, Purpose, Sampling, Task
 
@@ -156,12 +157,18 @@ def open_groups(tasks: Sequence[Task], journal: Journal, k: int, sampling: Sampl
     return groups
 
 
-def run(rollout: Rollout, groups: Sequence[GroupSpec], no_progress_s: float) -> None:
-    """Make every open attempt. The journal is told by the rollout's events. Raises TimeoutError without progress."""
+def run(rollout: Rollout, groups: Sequence[GroupSpec], no_progress_s: float, journal: Journal) -> None:
+    """Make every open attempt. The journal is told by the rollout's events. Raises TimeoutError without progress.
+
+    An attempt that finished without a verdict and got one with its group is told again: the later row counts.
+    """
     for group in groups:
         rollout.submit(group)
     for _ in groups:
-        rollout.next(0, no_progress_s * max(1, len(groups)), Purpose.EVAL)
+        done = rollout.next(0, no_progress_s * max(1, len(groups)), Purpose.EVAL)
+        for attempt in done.attempts:
+            if attempt.valid and attempt.cause in NO_VERDICT:
+                journal.add(attempt)
 
 
 def rate_of(task: Task, rows: Iterable[Mapping[str, Any]], k: int) -> TaskRate:

@@ -242,7 +242,7 @@ def _make_attempts(
 
         events = RolloutEvents(lambda spec: None, lambda spec, cause: None, finished, lambda: None)
         with wiring.policy_rollout(config, folder, events) as rollout:
-            calibration.run(rollout, groups, config.cluster.no_progress_s)
+            calibration.run(rollout, groups, config.cluster.no_progress_s, journal)
 
 
 def select(arguments: Sequence[str]) -> int:

@@ -1,13 +1,16 @@
 """A Harbor agent that does what its task's instruction says, in JSON: the faults need agents that are busy on cue.
 
-    {"turns": 2, "run": ["commands"], "first": ["commands of the first try only"], "timeout_s": 30}
+    {"turns": 2, "run": ["commands"], "first": ["commands of the first try only"], "of": {"1": ["of attempt 1 only"]},
+     "timeout_s": 30, "raise": "KeyError"}
 
-It talks to the model `turns` times, then runs the commands in the sandbox. It repeats nothing and hides nothing.
+It talks to the model `turns` times, then runs the commands in the sandbox, then raises an error of that name. It
+repeats nothing and hides nothing; with "instead": true it raises the error also in place of what the endpoint raises.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import aiohttp
@@ -44,13 +47,22 @@ class CueAgent(BaseAgent):
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
         cue = json.loads(instruction)
         context.metadata = {"format_ok": True, "stop": "finished"}
+        own = type(cue["raise"], (Exception,), {}) if "raise" in cue else None
         messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
         for _ in range(cue.get("turns", 1)):
-            messages.append(await self._ask(messages, cue.get("timeout_s", 30.0)))
+            try:
+                messages.append(await self._ask(messages, cue.get("timeout_s", 30.0)))
+            except (InternalServerError, APIConnectionError) as error:
+                if own is not None and cue.get("instead"):
+                    raise own(str(error)) from None
+                raise
             messages.append({"role": "user", "content": "more"})
-        first = ".t0/" in str(self._base_url)
-        for command in [*(cue.get("first", []) if first else []), *cue.get("run", [])]:
+        index, number = re.findall(r"-(\d+)\.t(\d+)/", str(self._base_url))[0]
+        first = cue.get("first", []) if number == "0" else []
+        for command in [*first, *cue.get("of", {}).get(index, []), *cue.get("run", [])]:
             await environment.exec(command)
+        if own is not None:
+            raise own("as the instruction says")
 
     async def _ask(self, messages: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
         timeout = aiohttp.ClientTimeout(total=timeout_s)

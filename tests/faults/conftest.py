@@ -23,7 +23,8 @@ def rig(shared_rig: Rig) -> Iterator[Rig]:
     """After the fault: nothing is left over, the next attempt succeeds, and the records agree."""
     yield shared_rig
     shared_rig.engine.model.faults.clear()
-    shared_rig.engine.model.delay_s = 0.0
+    shared_rig.engine.model.delay_s = shared_rig.engine.model.token_s = 0.0
+    shared_rig.engine.model.script.clear()
     with contextlib.suppress(AssertionError):  # the next look names what is left
         wait_for(lambda: not shared_rig.leaks(), 10.0)
     assert shared_rig.leaks() == []

@@ -36,6 +36,16 @@ def test_an_engine_that_refuses_the_request_itself_is_not_asked_again(rig: Rig) 
     assert (attempt.reward, attempt.cause, rig.causes(attempt)) == (None, "engine_status_400", [])
 
 
+def test_an_agents_own_error_after_an_engines_failure_is_the_engines(rig: Rig) -> None:
+    """The agent hides what failed behind an error of its own; the proxy knows better. The next try is clean."""
+    rig.engine.model.faults.append(Fault("status", 500))
+    rig.submit(rig.task("hidden-500", {"turns": 1, "raise": "OddError", "instead": True}))
+    wait_for(lambda: any("hidden-500" in name for name in rig.requeued))
+    (attempt,) = rig.next()
+    assert rig.causes(attempt) == ["engine_status_500"]
+    assert (attempt.reward, attempt.stop) == (1.0, Stop.AGENT_ERROR)
+
+
 def test_an_engine_that_dies_and_comes_back(rig: Rig) -> None:
     task = rig.task("engine-dies", {"turns": 1})
     rig.engine.stop()
@@ -77,6 +87,39 @@ def test_a_timer_that_rings_because_of_the_engine_is_a_requeue(rig: Rig) -> None
     (attempt,) = rig.next()
     assert rig.causes(attempt) == ["engine_wait"]
     assert (attempt.reward, len(attempt.turns)) == (1.0, 7)
+
+
+LONG = "print the answer " * 12
+
+
+def test_long_answers_are_the_policys_time_and_a_queue_is_not(rig: Rig) -> None:
+    """Both attempts run into Harbor's timer inside a model call, with next to nothing of the agent's own.
+
+    The first has sampled more than the budget's worth of tokens at the engine's usual pace, so it is graded. The second
+    has waited for most of its time, so it is made again.
+    """
+    os.kill(rig.proxy_pid(), signal.SIGKILL)  # a new proxy, that knows no pace yet
+    rig.run(rig.task("new-proxy", {"turns": 1}))
+    model = rig.engine.model
+    model.token_s = 0.5 / len(model.tokenizer.encode(LONG))
+    model.script.extend([LONG] * 8)
+    (warm,) = rig.run(rig.task("pace", {"turns": 8}))
+    assert (warm.stop, rig.causes(warm)) == (Stop.FINISHED, [])
+
+    model.script.extend([LONG] * 20)
+    (long,) = rig.run(rig.task("long-answers", {"turns": 20}))
+    assert long.trial is not None
+    assert long.trial.exception_type == "AgentTimeoutError"
+    assert long.timings.agent_s - long.timings.engine_wait_s < BUDGET_S / 2
+    assert (long.reward, long.stop, rig.causes(long)) == (1.0, Stop.TIMEOUT, [])
+
+    model.delay_s = 1.0
+    rig.submit(rig.task("queue", {"turns": 20}))
+    wait_for(lambda: any("-queue-" in name for name in rig.requeued))
+    model.delay_s = model.token_s = 0.0
+    (waited,) = rig.next()
+    assert rig.causes(waited) == ["engine_wait"]
+    assert waited.reward == 1.0
 
 
 def test_an_agent_that_is_slow_itself_is_the_policys_timeout(rig: Rig) -> None:

@@ -56,6 +56,40 @@ def test_killed_every_time_is_masked_and_never_a_zero(rig: Rig) -> None:
     assert attempt.num_sampled_tokens > 0  # kept for the viewer, not trained on
 
 
+@pytest.mark.parametrize("name", ["KeyError", "RecursionError", "RuntimeError", "NonZeroAgentExitCodeError"])
+def test_an_agent_that_fails_in_a_sandbox_that_answers_is_graded(rig: Rig, name: str) -> None:
+    """Whatever it is called: the policy can make an agent fail, and must not so escape its verdict."""
+    done, not_done = PASSES, PASSES.replace("echo 1", "echo 0")
+    for reward, test_sh in ((1.0, done), (0.0, not_done)):
+        (attempt,) = rig.run(rig.task(f"agent-{name}-{reward:g}", {"turns": 2, "raise": name}, test_sh))
+        assert (attempt.reward, attempt.stop, attempt.cause, rig.causes(attempt)) == (
+            reward, Stop.AGENT_ERROR, None, [],
+        )  # fmt: skip
+        assert attempt.trial is not None
+        assert attempt.trial.exception_type == name
+        assert len(attempt.turns) == 2
+        assert "as the instruction says" in (attempt.trial.trial_dir / "exception.txt").read_text()
+
+
+def test_an_agent_that_fails_and_leaves_tests_without_a_verdict_scores_zero(rig: Rig) -> None:
+    (attempt,) = rig.run(rig.task("agent-no-verdict", {"turns": 1, "raise": "KeyError"}, "#!/bin/bash\ntrue\n"))
+    assert (attempt.reward, attempt.cause, rig.causes(attempt)) == (0.0, "KeyError", [])
+
+
+def test_an_agent_that_fails_before_the_model_spoke_is_not_the_policys(rig: Rig) -> None:
+    (attempt,) = rig.run(rig.task("agent-silent", {"turns": 0, "raise": "KeyError"}))
+    assert (attempt.valid, attempt.cause) == (False, "unclassified_KeyError")
+    assert rig.causes(attempt) == ["unclassified_KeyError"]
+
+
+def test_an_agent_that_fails_because_its_sandbox_was_killed_is_not_the_policys(rig: Rig) -> None:
+    rig.submit(rig.task("agent-and-sandbox", {"turns": 1, "first": ["sleep 68.25"], "raise": "KeyError"}))
+    wait_for(lambda: rig.sandbox_with("sleep 68.25")).kill()
+    (attempt,) = rig.next()
+    assert rig.causes(attempt) == ["sandbox_died"]
+    assert (attempt.reward, attempt.stop) == (1.0, Stop.AGENT_ERROR)
+
+
 @pytest.mark.parametrize(
     ("name", "script", "cause"),
     [
@@ -74,6 +108,25 @@ def test_a_verifier_without_a_verdict_is_masked_at_once(rig: Rig, name: str, scr
     assert rig.causes(masked) == []
     (trained,) = rig.run(good)
     assert trained.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "breaks", "cause"),
+    [
+        ("never-ends", "sleep 69.25", "verifier_timeout"),
+        ("kills-the-tests", "kill -9 $$", "verifier_no_reward"),
+        ("is-no-number", "echo nan > /logs/verifier/reward.txt; exit", "verifier_garbage"),
+    ],
+)
+def test_a_solution_that_leaves_its_tests_without_a_verdict_scores_zero(
+    rig: Rig, name: str, breaks: str, cause: str
+) -> None:
+    """The same tests judged the rest of the group, each in a sandbox of its own: it is the solution, not the tests."""
+    test_sh = f"#!/bin/bash\nif [ -e /app/broken ]; then {breaks}; fi\n{PASSES}"
+    attempts = rig.run(rig.task(name, {"turns": 1, "of": {"1": ["touch /app/broken"]}}, test_sh), size=3)
+    assert [a.reward for a in attempts] == [1.0, 0.0, 1.0]
+    assert (attempts[1].stop, attempts[1].cause, attempts[1].success) == (Stop.AGENT_ERROR, cause, False)
+    assert [rig.causes(a) for a in attempts] == [[], [], []]
 
 
 def test_two_keys_of_which_one_is_the_reward(rig: Rig) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from rl360.errors import EngineError
 from rl360.gateway.engine_client import reply_problem
@@ -52,13 +53,15 @@ class StubModel:
     Args:
         tokenizer: encodes scripted texts; its first eos id ends them.
         eos: id that ends a turn.
-        delay_s: how long a request takes.
+        delay_s: how long a request waits before its first token.
+        token_s: how long each token takes.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, eos: int, delay_s: float = 0.0) -> None:
+    def __init__(self, tokenizer: TextTokenizer, eos: int, delay_s: float = 0.0, token_s: float = 0.0) -> None:
         self.tokenizer = tokenizer
         self.eos = eos
         self.delay_s = delay_s
+        self.token_s = token_s
         self.version = 0
         self.script: deque[str] = deque()
         self.faults: deque[Fault] = deque()
@@ -138,6 +141,7 @@ class StubEngine:
         if self.model.next_fault("hang"):
             await asyncio.sleep(3600)
         status, reply = self.model.sample({"input_ids": input_ids, "sampling_params": sampling_params, "rid": rid})
+        await asyncio.sleep(self.model.token_s * len(reply.get("output_ids", ())))
         if status != 200:
             raise EngineError(f"engine_status_{status}", f"{self.url}: {reply}")
         if problem := reply_problem(reply):
@@ -163,8 +167,11 @@ class StubEngine:
 
 
 @asynccontextmanager
-async def serve(model: StubModel, port: int = 0) -> AsyncIterator[str]:
-    """The stub behind HTTP; yields its URL. "refused" cuts the connection before an answer. Port 0: a free one."""
+async def serve(model: StubModel, port: int = 0, api_key: str | None = None) -> AsyncIterator[str]:
+    """The stub behind HTTP; yields its URL. "refused" cuts the connection before an answer. Port 0: a free one.
+
+    api_key: asked for everywhere but at /health, as SGLang does.
+    """
 
     async def generate(request: web.Request) -> web.Response:
         payload = await request.json()
@@ -178,6 +185,7 @@ async def serve(model: StubModel, port: int = 0) -> AsyncIterator[str]:
         if model.next_fault("hang"):
             await asyncio.sleep(3600)
         status, reply = model.sample(payload)
+        await asyncio.sleep(model.token_s * len(reply.get("output_ids", ())))
         return web.json_response(reply, status=status)
 
     async def abort(request: web.Request) -> web.Response:
@@ -187,7 +195,18 @@ async def serve(model: StubModel, port: int = 0) -> AsyncIterator[str]:
     async def health(request: web.Request) -> web.Response:
         return web.Response()
 
-    app = web.Application(client_max_size=2**28)
+    async def info(request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "stub", "is_generation": True, "weight_version": str(model.version)})
+
+    @web.middleware
+    async def locked(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if api_key and request.path != "/health" and request.headers.get("Authorization") != f"Bearer {api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    app = web.Application(client_max_size=2**28, middlewares=[locked])
+    app.router.add_get("/model_info", info)
+    app.router.add_get("/server_info", info)
     app.router.add_post("/generate", generate)
     app.router.add_post("/abort_request", abort)
     app.router.add_get("/health", health)

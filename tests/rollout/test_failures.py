@@ -20,8 +20,14 @@ def trial(exception: str | None = None, rewards: dict | None = None, agent_s: fl
     return TrialResult("t", rewards, exception, "text", metadata, Timings(agent_s=agent_s), Path("x"))
 
 
-def session(stop: Stop | None = None, cause: str | None = None, engine_wait_s: float = 0.0, turns: int = 1) -> Session:
-    return Session((), (TURN,) * turns, stop, cause, engine_wait_s)
+def session(
+    stop: Stop | None = None,
+    cause: str | None = None,
+    engine_wait_s: float = 0.0,
+    turns: int = 1,
+    sampling_s: float = 0.0,
+) -> Session:
+    return Session((), (TURN,) * turns, stop, cause, engine_wait_s, sampling_s=sampling_s)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,15 @@ def test_a_timeout_is_the_policys_only_without_the_engines_share():
     assert (slow_policy.action, slow_policy.stop) == (Action.TRAIN, Stop.TIMEOUT)
 
 
+def test_sampling_the_policys_own_tokens_is_no_wait():
+    """12 s with 11 of engine wait: 1 s of its own. With 9 of the 11 spent on its own tokens, 10 s; with 9.5, 10.5."""
+    late = trial("AgentTimeoutError", {"reward": 0.0}, agent_s=12.0)
+    within = classify(late, session(engine_wait_s=11.0, sampling_s=8.5), BUDGET_S)
+    over = classify(late, session(engine_wait_s=11.0, sampling_s=9.5), BUDGET_S)
+    assert (within.action, within.cause) == (Action.REQUEUE, "engine_wait")
+    assert (over.action, over.stop) == (Action.TRAIN, Stop.TIMEOUT)
+
+
 def test_the_proxys_verdict_on_the_engine_comes_before_the_trials():
     """The agent may have written something and been scored; with a failed engine that score means nothing."""
     verdict = classify(trial(None, {"reward": 0.0}), session(Stop.INFRASTRUCTURE, "engine_timeout"), BUDGET_S)
@@ -91,6 +106,35 @@ def test_a_refused_call_after_a_cap_is_the_policys_end_however_the_agent_names_i
     capped = classify(trial("BadRequestError"), session(Stop.TURNS), BUDGET_S)
     assert (capped.action, capped.stop) == (Action.SCORE_ZERO, Stop.TURNS)
     assert classify(trial("BadRequestError"), session(), BUDGET_S).action is Action.REQUEUE
+
+
+@pytest.mark.parametrize(
+    "name", ["KeyError", "RuntimeError", "RecursionError", "NonZeroAgentExitCodeError", "AgentAuthenticationError"]
+)
+def test_what_an_agent_raised_in_a_sandbox_that_answers_is_the_policys(name):
+    """Scored by the verifier, or zero; never masked. `agent_error` is what the watch over the agent found."""
+    scored = classify(trial(name, {"reward": 1.0}, agent_error=name), session(), BUDGET_S)
+    assert (scored.action, scored.stop, scored.cause) == (Action.TRAIN, Stop.AGENT_ERROR, None)
+    unscored = classify(trial(name, None, agent_error=name), session(), BUDGET_S)
+    assert (unscored.action, unscored.stop, unscored.cause) == (Action.SCORE_ZERO, Stop.AGENT_ERROR, name)
+    no_tests = classify(trial("RewardFileNotFoundError", None, agent_error=name), session(), BUDGET_S)
+    assert (no_tests.action, no_tests.cause) == (Action.SCORE_ZERO, name)
+    at_cap = classify(trial(name, {"reward": 0.0}, agent_error=name), session(Stop.TURNS), BUDGET_S)
+    assert (at_cap.action, at_cap.stop) == (Action.TRAIN, Stop.TURNS)
+
+
+def test_what_an_agent_raised_is_not_the_policys_when_something_under_it_failed():
+    broken_engine = session(Stop.INFRASTRUCTURE, "engine_timeout")
+    end = trial("KeyError", {"reward": 0.0}, agent_error="KeyError")
+    assert classify(end, broken_engine, BUDGET_S).cause == "engine_timeout"
+    assert classify(end, None, BUDGET_S).cause == "proxy_session_lost"
+    never_spoke = classify(end, session(turns=0), BUDGET_S)
+    assert (never_spoke.action, never_spoke.cause) == (Action.REQUEUE, "unclassified_KeyError")
+    # The sandbox died later, under the verifier.
+    later = classify(trial("SandboxDied", None, agent_error="KeyError"), session(), BUDGET_S)
+    assert (later.action, later.cause) == (Action.REQUEUE, "sandbox_died")
+    # Nobody looked whether the sandbox answered: the table as it stands.
+    assert classify(trial("RecursionError"), session(), BUDGET_S).cause == "agent_recursion"
 
 
 def test_a_policy_that_used_up_its_sandbox_scores_zero_even_without_a_verdict():

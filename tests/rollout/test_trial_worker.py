@@ -127,7 +127,8 @@ async def one(make_worker: MakeWorker, model: Any, task: Task, **kwargs: Any) ->
 async def test_solved(make_worker: MakeWorker, model: Any, tmp_path: Path) -> None:
     result = await one(make_worker, model, make_task(tmp_path / "t"))
     assert (result.rewards, result.exception_type) == ({"reward": 1.0}, None)
-    assert result.agent_metadata == {"format_ok": True, "stop": "finished", "code_chars": 32, "finish_reason": "stop"}
+    said = {"format_ok": True, "stop": "finished", "code_chars": 32, "finish_reason": "stop"}
+    assert result.agent_metadata == {**said, "offline": True}
     assert not result.trial_dir.exists()  # kept only when asked, or when something failed
     assert result.logs == {}
     t = result.timings

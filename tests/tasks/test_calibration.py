@@ -32,6 +32,7 @@ class StubRollout:
     def __init__(self, journal: Journal, verdicts: dict[int, bool | None]):
         self.journal, self.verdicts = journal, verdicts
         self.groups: list[GroupSpec] = []
+        self.settled: tuple[Attempt, ...] = ()  # as they come back with their group
 
     def submit(self, spec: GroupSpec) -> None:
         self.groups.append(spec)
@@ -40,13 +41,13 @@ class StubRollout:
 
     def next(self, version: int, timeout_s: float, purpose: Purpose) -> Group:
         assert purpose is Purpose.EVAL
-        return Group(self.groups[0], ())
+        return Group(self.groups[0], self.settled)
 
 
 def calibrate(folder: Path, k: int, verdicts: dict[int, bool | None], task: Task = TASK) -> tuple[Any, list[GroupSpec]]:
     journal = Journal(folder, SETTINGS)
     groups = open_groups([task], journal, k, Sampling(), seed=3)
-    run(StubRollout(journal, verdicts), groups, 1.0)  # type: ignore[arg-type]
+    run(StubRollout(journal, verdicts), groups, 1.0, journal)  # type: ignore[arg-type]
     journal.close()
     return rate_of(task, journal.of(task), k), groups
 
@@ -78,6 +79,22 @@ def test_failures_enter_no_rate_and_are_made_again(tmp_path: Path) -> None:
     assert [one.attempt_id[-1] for one in groups[0].attempts] == ["1", "3"]
     assert all(one.try_number > 0 for one in groups[0].attempts)  # its trial folder is not the first one's
     assert (rate.attempts, rate.successes, rate.infrastructure_failures) == (3, 2, 1)
+
+
+def test_a_verdict_that_came_with_the_group_counts(tmp_path: Path) -> None:
+    """Tests that hung on one solution and judged the rest: a failed attempt, not a failure of the machine."""
+    journal = Journal(tmp_path, SETTINGS)
+    groups = open_groups([TASK], journal, 2, Sampling(), seed=3)
+    rollout = StubRollout(journal, {0: True, 1: None})
+    first, second = groups[0].attempts
+    own = replace(attempt(second, False), stop=Stop.AGENT_ERROR, cause="verifier_timeout")
+    rollout.settled = (attempt(first, True), own)
+    run(rollout, groups, 1.0, journal)  # type: ignore[arg-type]
+    rate = rate_of(TASK, journal.of(TASK), 2)
+    assert (rate.attempts, rate.successes, rate.infrastructure_failures) == (2, 1, 0)
+    assert rate.stops == {"agent_error": 1, "finished": 1}
+    assert open_groups([TASK], journal, 2, Sampling(), seed=3) == []
+    journal.close()
 
 
 def test_more_attempts_go_on_and_fewer_look_at_the_first(tmp_path: Path) -> None:

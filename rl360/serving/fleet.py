@@ -117,9 +117,12 @@ class Fleet:
         return process.keeper_pid
 
     def leave(self, url: str, reason: str) -> None:
-        """Take a server out of the set now; it is ended and replaced in the background."""
+        """Take a server out of the set now; it is ended and replaced in the background. Nothing, where that is so."""
         server = self._of(url)
-        server.condemned = reason
+        with self._lock:
+            if not server.serving:
+                return
+            server.condemned = reason
         self._serve(server, False)
 
     @contextmanager

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-GIB = 2**30
+SHA256, GPU_KERNEL = "sha256", "gpu_kernel"  # SGLang hashes a tensor in another way on each kind of device
 # SGLang keeps q, k, v in one tensor, rows one after the other, and gate, up in another: (its name, their names).
 JOINED = (
     ("self_attn.qkv_proj.weight", ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")),
@@ -106,9 +106,11 @@ def tensor_hash(tensor: Tensor) -> str | None:
 class Expectation:
     """What every engine must report after a synchronisation, filled as the tensors go by.
 
-    `buckets` says which tensors travelled together, so that a misfit is named with its bucket.
+    `buckets` says which tensors travelled together, so that a misfit is named with its bucket. `kind` is that of every
+    hash in it: hashes of another kind cannot be compared with these.
     """
 
+    kind: str = SHA256
     hashes: dict[str, str | None] = field(default_factory=dict)
     joined: dict[str, tuple[str, ...]] = field(default_factory=dict)  # SGLang's name -> the HF names in it
     buckets: list[tuple[str, ...]] = field(default_factory=list)
@@ -117,6 +119,7 @@ class Expectation:
     def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """One bucket's tensors. Parts of a joined tensor are kept until the last of them has come."""
         self.buckets.append(tuple(name for name, _ in named))
+        self.kind = GPU_KERNEL if named[0][1].is_cuda else SHA256
         for name, tensor in named:
             self.hashes[name] = tensor_hash(tensor)
             for joined, parts in JOINED:
@@ -135,10 +138,12 @@ class Expectation:
             self.joined[joined] = parts
             del self._parts[joined]
 
-    def merge(self, hashes: Mapping[str, str | None], buckets: Iterable[tuple[str, ...]]) -> None:
-        """What another source sent."""
-        self.hashes.update(hashes)
-        self.buckets.extend(buckets)
+    def merge(self, other: Expectation) -> None:
+        """What another source sent beside it."""
+        self.kind = other.kind
+        self.hashes.update(other.hashes)
+        self.joined.update(other.joined)
+        self.buckets.extend(other.buckets)
 
     def problems(self, reported: Mapping[str, str]) -> list[str]:
         """How an engine's hashes (of one rank that holds whole tensors) differ from what was sent."""

@@ -33,7 +33,10 @@ def join_group(address: str, port: int, rank: int, world_size: int, name: str, b
     return group
 
 
-def leave_group(group: Any) -> None:
+def leave_group(group: Any, broken: bool = False) -> None:
+    """Let go of a group. `broken`: some rank is gone, so what is under way is cut off rather than waited for."""
     import torch.distributed as dist
 
+    if broken:
+        group.abort()
     dist.destroy_process_group(group)

@@ -221,6 +221,7 @@ class EngineServer:
                 "max_running_requests": self.engine.max_running_requests,
                 "enable_deterministic_inference": self.engine.deterministic,
                 "dtype": str(self.engine.decoder.dtype).removeprefix("torch."),
+                "device": self.engine.decoder.device.type,
                 "max_total_num_tokens": self.engine.state()["max_total_num_tokens"],
                 "internal_states": [self.engine.state()],
             }

@@ -1,0 +1,28 @@
+"""The embedded engine reads the trainer's own parameters: nothing moves, caches are dropped."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from typing import Any
+
+from rl360.protocols import Trainer
+from rl360.types import SyncReport
+
+
+class SharedSync:
+    """Implements protocols.WeightSync for an engine in the trainer's process."""
+
+    def __init__(self, embedded: Any) -> None:
+        self._embedded = embedded
+
+    def hold(self) -> AbstractContextManager[None]:
+        """No forward runs inside: the trainer may change the weights in place."""
+        return self._embedded.drain()
+
+    def sync(self, trainer: Trainer, version: int) -> SyncReport:
+        began = time.monotonic()
+        self._embedded.set_version(version)
+        return SyncReport(version, ("embedded",), (), 0.0, time.monotonic() - began)
+
+    def close(self) -> None: ...

@@ -1,0 +1,210 @@
+"""One synchronisation: every engine of the serving set gets the trainer's weights, checked, before any generates again.
+
+In: the trainer after its step, the version of its weights, the serving set. Out: a `SyncReport`, or `EngineError` when
+no engine is left. The order: prepare while engines generate; pause (what runs is handed back with its partial ids, and
+the session proxy asks again with them); transfer; compare hashes; forget cached prefixes; set the version; continue.
+
+An engine that fails at any of these leaves the set first and is replaced, not waited for. A replacement gets the
+current weights through `bring_up` before it serves. Engines that nobody can replace (`external`) end the run instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from rl360.errors import EngineError
+from rl360.protocols import Trainer
+from rl360.types import SyncReport
+from rl360.weight_sync.buckets import Expectation
+from rl360.weight_sync.engine import WeightEngine
+from rl360.weight_sync.transports import Failures, Transport, each
+
+log = logging.getLogger(__name__)
+
+QUOTED_PROBLEMS = 5
+
+
+class ServingSet(Protocol):
+    """Who must confirm a version. rl360.serving.fleet.Fleet is one."""
+
+    def serving(self) -> tuple[str, ...]: ...
+    def leave(self, url: str, reason: str) -> None: ...
+    def suspended(self) -> AbstractContextManager[None]: ...
+
+
+class FixedSet:
+    """Servers that somebody else started: none can be replaced, so the first that fails ends the run."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = tuple(urls)
+
+    def serving(self) -> tuple[str, ...]:
+        return self._urls
+
+    def leave(self, url: str, reason: str) -> None:
+        raise EngineError(
+            "weight_version", f"{url} did not take the new weights, and nobody here can replace it: {reason}"
+        )
+
+    def suspended(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Of the last synchronisation, seconds. `stall_s` is from the first pause to the last continue."""
+
+    prepare_s: float
+    pause_s: float
+    transfer_s: float
+    check_s: float
+    stall_s: float
+
+
+class FleetSync:
+    """Implements protocols.WeightSync.
+
+    Args:
+        serving_set: the engines; it is told of those that failed.
+        transport: how tensors travel.
+        make_engine: builds a client inside the event loop that uses it.
+        compare_hashes: whether engines are asked for hashes of what they hold, and compared with what was sent.
+        bring_up_timeout_s: how long a replacement waits for a synchronisation that is due before it.
+    """
+
+    def __init__(
+        self,
+        serving_set: ServingSet,
+        transport: Transport,
+        make_engine: Callable[[str], WeightEngine],
+        compare_hashes: bool = True,
+        bring_up_timeout_s: float = 600.0,
+    ) -> None:
+        self._set = serving_set
+        self._transport = transport
+        self._make_engine = make_engine
+        self._compare_hashes = compare_hashes
+        self._bring_up_timeout_s = bring_up_timeout_s
+        self._trainer: Trainer | None = None
+        self._version = -1
+        self._closed = False
+        self._turn = threading.Condition(threading.RLock())  # weights are still while it is held
+        self.timing = Timing(0.0, 0.0, 0.0, 0.0, 0.0)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """The trainer changes its weights inside: no replacement reads them meanwhile."""
+        with self._turn:
+            yield
+
+    def sync(self, trainer: Trainer, version: int) -> SyncReport:
+        with self._turn:
+            urls = self._set.serving()
+            if not urls:
+                raise EngineError("weight_version", f"no engine serves; version {version} reaches nobody")
+            failures = asyncio.run(self._push(trainer, version, urls))
+            confirmed = tuple(url for url in urls if url not in failures)
+            if not confirmed:
+                raise EngineError("weight_version", f"no engine took version {version}: {_joined(failures)}")
+            self._trainer, self._version = trainer, version
+            self._turn.notify_all()
+        return SyncReport(version, confirmed, tuple(failures), self.timing.transfer_s, self.timing.stall_s)
+
+    def bring_up(self, url: str) -> None:
+        """Give one replacement the version that the others serve. Raises EngineError when it does not take it."""
+        with self._turn:
+            due = self._turn.wait_for(self._weights_are_current, self._bring_up_timeout_s)
+            if self._closed or not due or self._trainer is None:
+                raise EngineError("weight_version", f"{url}: there are no current weights to bring")
+            failures = asyncio.run(self._push(self._trainer, self._version, (url,), replacing=True))
+            if failures:
+                raise EngineError("weight_version", failures[url])
+
+    def close(self) -> None:
+        """Nobody waits for weights from here on."""
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+        asyncio.run(self._transport.close())
+
+    def _weights_are_current(self) -> bool:
+        """Between a step and its synchronisation the trainer is ahead of what is served."""
+        return self._closed or (self._trainer is not None and self._trainer.version == self._version)
+
+    async def _push(self, trainer: Trainer, version: int, urls: Sequence[str], replacing: bool = False) -> Failures:
+        engines = [self._make_engine(url) for url in urls]
+        lost: Failures = {}
+
+        async def everyone(call: Callable[[WeightEngine], Awaitable[object]]) -> None:
+            drop(await each([engine for engine in engines if engine.url not in lost], call))
+
+        def drop(failures: Failures) -> None:
+            for url, reason in failures.items():
+                lost[url] = reason
+                log.error("version %d: %s leaves the serving set: %s", version, url, reason)
+                if not replacing:
+                    self._set.leave(url, f"version {version}: {reason}")
+
+        try:
+            marks = [time.monotonic()]
+            await self._transport.prepare(trainer, version, engines)
+            marks.append(time.monotonic())
+            with self._set.suspended():
+                await everyone(lambda engine: engine.pause())
+                marks.append(time.monotonic())
+                drop(await self._transport.send([engine for engine in engines if engine.url not in lost]))
+                marks.append(time.monotonic())
+                if self._compare_hashes:
+                    drop(await self._differences([engine for engine in engines if engine.url not in lost]))
+                await everyone(lambda engine: engine.flush())
+                await everyone(lambda engine: engine.set_version(version))
+                marks.append(time.monotonic())
+                await everyone(lambda engine: engine.resume())
+            prepare_s, pause_s, transfer_s, check_s = (after - before for before, after in pairwise(marks))
+            self.timing = Timing(prepare_s, pause_s, transfer_s, check_s, time.monotonic() - marks[1])
+        finally:
+            await asyncio.gather(*(engine.close() for engine in engines))
+        return lost
+
+    async def _differences(self, engines: Sequence[WeightEngine]) -> Failures:
+        """Engines whose tensors are not what was sent. Those whose ranks hold slices are compared with each other."""
+        reported: dict[str, tuple[int, str]] = {}
+        failures: Failures = {}
+        expectations: dict[str, Expectation | None] = {}
+
+        async def ask(engine: WeightEngine) -> None:
+            ranks, whole = await engine.checksums()
+            reported[engine.url] = (len(ranks), whole)
+            kind = await engine.hash_kind()
+            if len(ranks) == 1 and kind not in expectations:
+                expectations[kind] = self._transport.expectation(kind)
+            expected = expectations.get(kind)
+            if expected is not None and len(ranks) == 1:
+                problems = expected.problems(ranks[0])
+                if problems:
+                    more = f" and {len(problems) - QUOTED_PROBLEMS} more" if len(problems) > QUOTED_PROBLEMS else ""
+                    failures[engine.url] = "; ".join(problems[:QUOTED_PROBLEMS]) + more
+
+        failures.update(await each(engines, ask))
+        alike = Counter(value for url, value in reported.items() if url not in failures)
+        for size in {size for size, _ in alike}:
+            (first, count), *others = Counter({v: n for v, n in alike.items() if v[0] == size}).most_common()
+            if others and others[0][1] == count:
+                first = (size, "")  # no majority: none of them is to be trusted
+            for url, value in reported.items():
+                if url not in failures and value[0] == size and value != first:
+                    failures[url] = f"its {size} ranks hold other weights than those of other engines"
+        return failures
+
+
+def _joined(failures: Failures) -> str:
+    return "; ".join(f"{url}: {reason}" for url, reason in failures.items())

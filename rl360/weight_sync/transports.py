@@ -1,0 +1,336 @@
+"""How tensors get from a trainer into paused engines: a folder, handles to its memory, or a broadcast.
+
+In: the trainer, the engines. Out: which engines failed, and why; an `Expectation` of what the others hold now. All
+engines are paused when `send` is called; checking, flushing and versions are the caller's.
+
+An engine that fails is left behind, not waited for. In a broadcast it takes its group with it: the others of that group
+are then sent everything again, each in a group of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl360.errors import EngineError
+from rl360.weight_sync.buckets import GPU_KERNEL, Expectation
+from rl360.weight_sync.engine import WeightEngine
+from rl360.weight_sync.sources import BucketSpec, WeightSource, sources_of
+
+LEAVE_TIMEOUT_S = 5.0  # for an engine to leave a group that is given up
+Failures = dict[str, str]  # engine URL -> what went wrong
+
+
+class Transport(Protocol):
+    """`prepare` is what can happen before the engines are paused, `send` the transfer to those that are."""
+
+    async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None: ...
+    async def send(self, engines: Sequence[WeightEngine]) -> Failures: ...
+    def expectation(self, kind: str) -> Expectation | None: ...  # of what was sent; None: no hashes of that kind
+    async def close(self) -> None: ...
+
+
+async def each(engines: Iterable[WeightEngine], call: Callable[[WeightEngine], Awaitable[object]]) -> Failures:
+    """The same call to every engine at once; what failed, by URL."""
+
+    async def one(engine: WeightEngine) -> tuple[str, str | None]:
+        try:
+            await call(engine)
+            return engine.url, None
+        except EngineError as error:
+            return engine.url, str(error)
+
+    results = await asyncio.gather(*(one(engine) for engine in engines))
+    return {url: problem for url, problem in results if problem is not None}
+
+
+class DiskTransport:
+    """The trainer writes an HF folder, and every engine loads it. Both sides must see `folder`.
+
+    `dtype` is what the engines hold; None: as the folder says.
+    """
+
+    def __init__(self, folder: Path, dtype: str | None = None) -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._path: Path | None = None
+        self._version: int | None = None
+
+    async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None:
+        if self._version != version:
+            self._path = await asyncio.to_thread(trainer.publish, self._folder / f"version-{version}")
+            self._version = version
+            for old in self._folder.glob("version-*"):
+                if old != self._path:
+                    await asyncio.to_thread(_remove_tree, old)
+
+    async def send(self, engines: Sequence[WeightEngine]) -> Failures:
+        path = self._path
+        assert path is not None
+        return await each(engines, lambda engine: engine.load_unnamed(path))
+
+    def expectation(self, kind: str) -> Expectation | None:
+        assert self._path is not None
+        return folder_expectation(self._path, kind, self._dtype)
+
+    async def close(self) -> None: ...
+
+
+class _Streamed:
+    """What handles and broadcasts share: a pass over the sources, the next bucket gathered while one is on its way."""
+
+    def __init__(self, bucket_bytes: int, dtype: str | None = None) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
+        self._sources: Sequence[WeightSource] = ()
+        self._trainer: Any = None
+        self._expectation: Expectation | None = None
+
+    def _take(self, trainer: Any) -> None:
+        if trainer is not self._trainer:
+            self._trainer = trainer
+            self._sources = sources_of(trainer)
+
+    async def _pass(self, deliver: Callable[[WeightSource, BucketSpec], Awaitable[bool]]) -> None:
+        """`deliver` sends one bucket and says whether anyone is left to send to."""
+        self._expectation = None
+        expectation = Expectation()
+        for source in self._sources:
+            await asyncio.to_thread(source.begin, self._bucket_bytes, self._dtype)
+            spec = await asyncio.to_thread(source.prepare)
+            while spec is not None:
+                following = asyncio.create_task(asyncio.to_thread(source.prepare))
+                try:
+                    wanted = await deliver(source, spec)
+                finally:
+                    upcoming = await following
+                await asyncio.to_thread(source.release, spec.index)
+                if not wanted:
+                    if upcoming is not None:
+                        await asyncio.to_thread(source.release, upcoming.index)
+                    return
+                spec = upcoming
+            expectation.merge(source.expectation())
+        self._expectation = expectation
+
+    def expectation(self, kind: str) -> Expectation | None:
+        known = self._expectation is not None and self._expectation.kind == kind
+        return self._expectation if known else None
+
+
+class HandleTransport(_Streamed):
+    """`ipc`: engines on this machine open the trainer's memory themselves (CUDA IPC; shared memory on a CPU)."""
+
+    async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None:
+        self._take(trainer)
+
+    async def send(self, engines: Sequence[WeightEngine]) -> Failures:
+        failures = await each(engines, lambda engine: engine.tensor_parallel_size())
+        ranks = {e.url: await e.tensor_parallel_size() for e in engines if e.url not in failures}
+
+        async def deliver(source: WeightSource, spec: BucketSpec) -> bool:
+            async def give(engine: WeightEngine) -> None:
+                handles = await asyncio.to_thread(source.export, spec.index, ranks[engine.url])
+                await engine.take_handles(handles)
+
+            failures.update(await each([e for e in engines if e.url not in failures], give))
+            return len(failures) < len(engines)
+
+        await self._pass(deliver)
+        return failures
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    name: str
+    source: WeightSource
+    engines: tuple[WeightEngine, ...]
+
+
+class BroadcastTransport(_Streamed):
+    """`nccl`: each bucket is broadcast from the source to the ranks of the engines (gloo on a CPU).
+
+    Groups are made anew in each sync: their set changes when an engine is replaced, and making one takes less than the
+    pause does. `engines_per_group` 0: all in one, the fewest bytes sent; 1: the failure of one never touches another.
+    """
+
+    def __init__(
+        self,
+        bucket_bytes: int,
+        dtype: str | None = None,
+        backend: str = "nccl",
+        engines_per_group: int = 0,
+    ) -> None:
+        super().__init__(bucket_bytes, dtype)
+        self._backend = backend
+        self._engines_per_group = engines_per_group
+        self._groups: list[_Group] = []
+        self._failures: Failures = {}
+
+    async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None:
+        """Make the groups while the engines still generate."""
+        self._take(trainer)
+        size = self._engines_per_group or len(engines)
+        self._failures = await self._form([engines[at : at + size] for at in range(0, len(engines), size)])
+
+    async def send(self, engines: Sequence[WeightEngine]) -> Failures:
+        said = self._failures
+        said |= await self._round(engines)
+        alone = [engine for engine in engines if engine.url in said and not _is_gone(said[engine.url])]
+        failures = {engine.url: said[engine.url] for engine in engines if engine.url in said and engine not in alone}
+        if alone:
+            failed_again = await self._form([[engine] for engine in alone])
+            failures |= failed_again | await self._round([e for e in alone if e.url not in failed_again])
+        return failures
+
+    async def _round(self, engines: Sequence[WeightEngine]) -> Failures:
+        """Send everything to the groups there are, and end them; what the engines in broken ones said, by URL.
+
+        An engine is reached when none of its groups broke; one that is not among `engines` breaks its group.
+        """
+        wanted = {engine.url for engine in engines}
+        whole = [group for group in self._groups if all(engine.url in wanted for engine in group.engines)]
+        broken = await self._broadcast(whole)
+        failures: Failures = {}
+        for group in self._groups:
+            if group not in whole:
+                broken.setdefault(group.name, {})
+            for engine in group.engines if group.name in broken else ():
+                failures[engine.url] = broken[group.name].get(engine.url, "another engine of its group failed")
+        reached = {engine.url for group in whole for engine in group.engines}
+        failures.update({url: "it was in no group" for url in wanted - reached if url not in failures})
+        await self._disband(broken)
+        return failures
+
+    async def _form(self, parts: Sequence[Sequence[WeightEngine]]) -> Failures:
+        """A group of every source with each part. An engine that does not come spoils its part's group."""
+        failures: Failures = {}
+        for source in self._sources:
+            for part in parts:
+                failures.update(await self._meet(source, [e for e in part if e.url not in failures]))
+        return failures
+
+    async def _meet(self, source: WeightSource, engines: Sequence[WeightEngine]) -> Failures:
+        if not engines:
+            return {}
+        failures = await each(engines, lambda engine: engine.tensor_parallel_size())
+        engines = [engine for engine in engines if engine.url not in failures]
+        sizes = [await engine.tensor_parallel_size() for engine in engines]
+        world_size = 1 + sum(sizes)
+        name, port = f"rl360-{secrets.token_hex(6)}", free_port(source.address)
+        offsets = {engine.url: 1 + sum(sizes[:at]) for at, engine in enumerate(engines)}
+        came = asyncio.create_task(
+            each(engines, lambda e: e.join(source.address, port, offsets[e.url], world_size, name, self._backend))
+        )
+        problem = await _outcome(asyncio.to_thread(source.join, name, port, world_size, self._backend))
+        missing = await came
+        if problem is None and not missing:
+            self._groups.append(_Group(name, source, tuple(engines)))
+        else:
+            for engine in engines:
+                failures[engine.url] = missing.get(engine.url) or f"its group did not form: {problem or missing}"
+        return failures
+
+    async def _broadcast(self, groups: Sequence[_Group]) -> dict[str, Failures]:
+        """Send everything to these groups; the broken ones by name, with what each engine in them said."""
+        broken: dict[str, Failures] = {}
+
+        async def to_group(group: _Group, spec: BucketSpec) -> None:
+            said: Failures = {}
+
+            async def give_up() -> None:
+                """Nobody may wait for a rank that is gone: neither the source nor the engines beside it."""
+                if group.name not in broken:
+                    broken[group.name] = said
+                    await asyncio.to_thread(group.source.leave, group.name, True)
+
+            async def receive(engine: WeightEngine) -> None:
+                failed = await each([engine], lambda one: one.receive(spec, group.name))
+                if failed:
+                    said.update(failed)
+                    await give_up()
+
+            async def broadcast() -> None:
+                problem = await _outcome(asyncio.to_thread(group.source.broadcast, spec.index, group.name))
+                if problem is not None:
+                    await give_up()
+
+            await asyncio.gather(broadcast(), *(receive(engine) for engine in group.engines))
+
+        async def deliver(source: WeightSource, spec: BucketSpec) -> bool:
+            going = [group for group in groups if group.source is source and group.name not in broken]
+            await asyncio.gather(*(to_group(group, spec) for group in going))
+            return any(group.name not in broken for group in groups)
+
+        if groups:
+            await self._pass(deliver)
+        return broken
+
+    async def _disband(self, broken: Collection[str] = ()) -> None:
+        async def leave(group: _Group) -> None:
+            async def ask(engine: WeightEngine) -> None:
+                async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                    await engine.leave(group.name)
+
+            asked = asyncio.gather(*(ask(engine) for engine in group.engines), return_exceptions=True)
+            await _outcome(asyncio.to_thread(group.source.leave, group.name, group.name in broken))
+            await asked
+
+        groups, self._groups = self._groups, []
+        await asyncio.gather(*(leave(group) for group in groups))
+
+    async def close(self) -> None:
+        await self._disband()
+
+
+async def _outcome(waited: Awaitable[None]) -> str | None:
+    """None, or what it raised: torch's errors of a group are RuntimeErrors and others."""
+    try:
+        await waited
+    except Exception as error:
+        return repr(error)
+    return None
+
+
+def _is_gone(text: str) -> bool:
+    """Whether an engine's failure says that nobody answers there any more."""
+    return text.startswith(("engine_refused", "engine_timeout"))
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def folder_expectation(folder: Path, kind: str, dtype: str | None) -> Expectation | None:
+    """Hashes of an HF folder's tensors as an engine of that dtype reports them; None where they cannot be computed."""
+    import json
+
+    import torch
+    from safetensors import safe_open
+
+    if kind == GPU_KERNEL and not torch.cuda.is_available():
+        return None
+    raw: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
+    found = Expectation()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt", device="cuda" if kind == GPU_KERNEL else "cpu") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                if name != "lm_head.weight" or not raw.get("tie_word_embeddings"):
+                    tensor = tensors.get_tensor(name)
+                    found.add([(name, tensor if dtype is None else tensor.to(getattr(torch, dtype)))])
+    return found
+
+
+def _remove_tree(path: Path) -> None:
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)

@@ -249,7 +249,9 @@ def test_a_local_folder_as_the_source(converted: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_names_and_absent_folders(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.name: smollm: not known; expected one of k2_horizon_7b, qwen3_8b, smollm2_135m"):
+    with pytest.raises(
+        ConfigError, match=r"model.name: smollm: not known; expected one of k2_horizon_7b, qwen3_8b, smollm2_135m"
+    ):
         fetch("smollm", tmp_path / "m")
     with pytest.raises(ConfigError, match=r"model.source: ./nowhere: no such folder"):
         fetch("smollm2_135m", tmp_path / "m", source="./nowhere")

@@ -127,7 +127,7 @@ class SmgGateway(DirectGateway):
 
     async def health(self) -> bool:
         """Whether the proxy answers and SMG has an engine to give requests to."""
-        with contextlib.suppress(InfrastructureError, TimeoutError):
+        with contextlib.suppress(RL360Error, TimeoutError):
             self._smg_state = await self._smg_group.call(0, "state", timeout_s=self._call_timeout_s)
             return bool(self._smg_state["engines"]) and not self._smg_state["failure"] and await super().health()
         return False

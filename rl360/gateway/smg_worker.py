@@ -39,6 +39,7 @@ class _Look:
 
     there: bool | None
     version: int | None = None
+    problem: str = ""  # why there is no version
 
 
 class SmgWorker:
@@ -216,7 +217,7 @@ class SmgWorker:
         if not look.there:
             self._waits[url] = "nobody listens there" if look.there is False else "no answer in time"
         elif look.version is None:
-            self._waits[url] = "its /model_info has no weight_version that is a number"
+            self._waits[url] = look.problem
         elif self._newest_version is not None and look.version < self._newest_version:
             self._waits[url] = f"it serves version {look.version}, the others {self._newest_version}"
         else:
@@ -235,7 +236,7 @@ class SmgWorker:
         except EngineError as error:
             if error.cause == "engine_refused":
                 return _Look(False)
-            return _Look(None if error.cause == "engine_timeout" else True)
+            return _Look(None if error.cause == "engine_timeout" else True, problem=str(error))
 
     def _client(self, url: str) -> HttpEngine:
         if url not in self._clients:

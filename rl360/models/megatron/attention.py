@@ -69,7 +69,7 @@ class _GatherStream(torch.autograd.Function):
         size, (length, *heads) = group.size(), k.shape
         own = torch.stack((k, v)).view(2, 2, length // 2, *heads)  # k or v, which chunk, tokens
         ranks = own.new_empty((size, *own.shape))
-        distributed.all_gather_into_tensor(ranks, own, group=group)
+        distributed.all_gather_into_tensor(ranks.flatten(0, 1), own, group=group)
         # Rank r has chunks r and 2 size - 1 - r: the first ones ascend with the rank, the second ones descend.
         stream = torch.cat((ranks[:, :, 0], ranks[:, :, 1].flip(0))).transpose(0, 1).flatten(1, 2)
         return stream[0], stream[1]
@@ -81,6 +81,6 @@ class _GatherStream(torch.autograd.Function):
         chunks = torch.stack(grads).unflatten(1, (2 * size, -1)).transpose(0, 1)
         ranks = torch.stack((chunks[:size], chunks[size:].flip(0)), dim=2).contiguous()
         own = ranks.new_empty(ranks.shape[1:])
-        distributed.reduce_scatter_tensor(own, ranks, group=ctx.group)
+        distributed.reduce_scatter_tensor(own, ranks.flatten(0, 1), group=ctx.group)
         k, v = own.flatten(1, 2)
         return k, v, None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from rl360.config.names import suggestion
 from rl360.errors import ConfigError, RL360Error
+from rl360.interrupts import sigterm_interrupts
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -59,12 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"rl360 {name}: unknown command{suggestion(name, COMMANDS)}", file=sys.stderr)
         return EXIT_USAGE
     try:
-        return command(rest)
+        with sigterm_interrupts():
+            return command(rest)
     except ConfigError as error:
         return _report(error.problems)
     except RL360Error as error:
         return _report([f"{type(error).__name__}: {error}"])
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
+        print(f"rl360 {name}: stopped by {stopped or 'Ctrl-C'}", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 

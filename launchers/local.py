@@ -24,6 +24,7 @@ from rl360.config.files import Found
 from rl360.config.run_folder import RESOLVED
 from rl360.config.schemas import RootConfig
 from rl360.errors import ConfigError, Interrupted, RL360Error
+from rl360.interrupts import sigterm_interrupts
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130  # what shells report for Ctrl-C
@@ -81,7 +82,8 @@ def run_folder(run_dir: Path) -> int:
     from rl360.engine.run import run_experiment
 
     try:
-        outcome = run_experiment(config, resolved)
+        with sigterm_interrupts():  # until the run handles it
+            outcome = run_experiment(config, resolved)
     except (Interrupted, KeyboardInterrupt) as stopped:
         print(f"interrupted: {stopped or 'at once'}; continue with: rl360 run resume={run_dir}", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -292,6 +293,44 @@ def test_tasks_hands_over(said):
     assert "62 tasks in " in out
     assert said("tasks", "list", "/nowhere")[0] == 1
     assert said("tasks", "lsit")[0] == 2
+
+
+def test_a_config_name_that_is_none_is_the_only_problem(said):
+    for command in ("run", "check"):
+        code, _, err = said(command, "--config-name", "foo")
+        assert code == 1
+        assert err.splitlines()[0].startswith("--config-name foo: no such file in ")
+        assert "1 problem; nothing was started" in err
+    assert "an experiment is chosen with experiment=quickstart" in said("run", "--config-name", "quickstart")[2]
+
+
+@pytest.mark.parametrize("command", ["run", "tasks"])
+def test_a_sigterm_before_anything_handles_it_is_said(command):
+    program = (
+        "import sys, time; from rl360 import cli\n"
+        f"cli.COMMANDS[{command!r}] = lambda arguments: (print('here', flush=True), time.sleep(60))\n"
+        f"sys.exit(cli.main([{command!r}]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (130, f"rl360 {command}: stopped by SIGTERM\n")
+
+
+def test_a_sigterm_while_a_run_is_built_says_how_to_go_on(said, arguments, tmp_path, monkeypatch):
+    def build(config, resolved):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+
+    monkeypatch.setattr("rl360.engine.run.run_experiment", build)
+    code, _, err = said("run", *[a for a in arguments if "cluster" not in a and "allow_targets" not in a])
+    (folder,) = runs(tmp_path)
+    assert code == 130
+    assert f"interrupted: SIGTERM; continue with: rl360 run resume={folder}" in err
 
 
 def test_check_is_quick_and_a_user_error_has_no_traceback(tmp_path):

@@ -53,6 +53,8 @@ def examine(composed: Composed, run_dir: Path | None = None, resuming: bool = Fa
     """Check everything. Problems of composing, of the config and of the machine come together."""
     config, problems, unset = _typed(composed.values, composed.choices, composed.problems)
     found = look(config, run_dir, resuming, unset)
+    if not composed.values and composed.problems:  # not even the primary config: the rest would be about defaults
+        return Examined(None, composed.values, composed.choices, found, composed.problems)
     problems = [*composed.problems, *problems, *found.problems]
     unique = tuple(dict.fromkeys(line for problem in problems for line in problem.splitlines()))
     return Examined(None if unique else config, composed.values, composed.choices, found, unique)

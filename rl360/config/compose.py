@@ -311,7 +311,11 @@ def _readable(error: Exception, request: Request) -> str:
     if match := re.search(r"Cannot find primary config '([^']*)'", text):
         folders = [str(conf_folder()), *([str(request.config_dir)] if request.config_dir else [])]
         known = [p.stem for folder in folders for p in Path(folder).glob("*.yaml")]
-        return f"config {match[1]}: no such file in {os.pathsep.join(folders)}{suggestion(match[1], known)}"
+        chosen = conf_folder() / "experiment" / f"{match[1]}.yaml"
+        hint = (
+            f"; an experiment is chosen with experiment={match[1]}" if chosen.is_file() else suggestion(match[1], known)
+        )
+        return f"--config-name {match[1]}: no such file in {os.pathsep.join(folders)}{hint}"
     if match := re.search(r"In '([^']*)': Could not find '([^']*)'", text):
         options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
         return f"no such option {match[2]}{suggestion(match[2].rpartition('/')[2], options)}"

@@ -112,7 +112,9 @@ def test_an_experiment_without_its_package_line_is_told_so(tmp_path, first_line)
 def test_an_unknown_primary_config_and_folder(tmp_path):
     (tmp_path / "study.yaml").write_text("defaults:\n  - run\n  - _self_\n")
     problems = compose(Request(config_name="studdy", config_dir=tmp_path)).problems
-    assert problems == (f"config studdy: no such file in {conf_folder()}:{tmp_path}; did you mean study?",)
+    assert problems == (f"--config-name studdy: no such file in {conf_folder()}:{tmp_path}; did you mean study?",)
+    (problem,) = compose(Request(config_name="quickstart")).problems
+    assert problem.endswith(f"no such file in {conf_folder()}; an experiment is chosen with experiment=quickstart")
     with pytest.raises(ConfigError, match="no folder"):
         compose(Request(config_dir=Path("/nowhere/at/all")))
 

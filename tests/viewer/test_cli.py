@@ -44,3 +44,11 @@ def test_a_taken_port_is_said(tmp_path, capsys):
         other.listen()
         assert cli.main(["view", str(run), "--port", str(other.getsockname()[1])]) == 1
     assert "cannot listen on 127.0.0.1 port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["99999", "-1", "http"])
+def test_a_port_that_is_none_is_said(tmp_path, capsys, port):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["view", str(write_run(tmp_path / "run")), f"--port={port}"])
+    assert ended.value.code == 2
+    assert f"argument --port: {port}; expected a number from 0 to 65535" in capsys.readouterr().err

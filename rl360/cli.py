@@ -36,6 +36,7 @@ rl360: reinforcement learning of language models; a resolved YAML is the experim
   rl360 tasks list|new|...       pools of tasks: validate, calibrate, select; see rl360 tasks --help
   rl360 model fetch NAME         get a model, such as: rl360 model fetch smollm2_135m
   rl360 view RUN                 look at a run in a browser: iterations, attempts, tokens
+  rl360 simulate [RUN]           how fast and how stale a loop would be, before it runs
   rl360 doctor                   what this machine can do, and what is wrong
   rl360 --version
 
@@ -171,6 +172,13 @@ def doctor(arguments: Sequence[str]) -> int:
     return examine_machine(print)
 
 
+def simulate(arguments: Sequence[str]) -> int:
+    """`rl360 simulate [RUN]`: how fast and how stale a loop would be; starts nothing."""
+    from rl360.diagnostics.simulate_cli import main as simulate_main
+
+    return simulate_main(arguments)
+
+
 def view(arguments: Sequence[str]) -> int:
     """`rl360 view RUN`: web pages of a run folder, on this machine."""
     from rl360.viewer.cli import view as serve_pages
@@ -185,6 +193,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "tasks": tasks,
     "model": model,
     "view": view,
+    "simulate": simulate,
     "doctor": doctor,
 }
 

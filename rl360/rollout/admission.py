@@ -6,7 +6,7 @@ submitted, and slots in order of urgency. Left to others: running anything (queu
 Staleness is bounded here and nowhere else. An iteration's groups are submitted at most `max_staleness` iterations
 before it, a version lasts at least one iteration, and iterations are trained in order, each when all its groups are
 there: so no token is older than `max_staleness` versions when it is trained on, and no attempt is thrown away or passed
-over for being slow. docs/decisions/0014-order-of-asynchronous-training.md says why in this order.
+over for being slow. docs/decisions/0013-order-of-asynchronous-training.md says why in this order.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class GpuForecast:
 
 # Columns of the table; what has none of its own is "other".
 _COLUMNS = ("weights", "gradients", "optimizer", "activations", "passing", "other")
-_PASSING = ("one layer's backward", "head", "Adam's temporaries")  # alive for a moment
+_PASSING = ("one layer's backward", "head")  # alive for a moment
 
 
 def _columns(stage: StageForecast) -> Mapping[str, int]:

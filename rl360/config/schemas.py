@@ -91,11 +91,42 @@ class MegatronTrainerConfig(TrainerConfig):
 
 
 @dataclass
+class SGLangConfig:
+    """Servers that the run starts itself, with engine sglang. Null leaves a flag to SGLang."""
+
+    command: list[str] = field(default_factory=list)  # what takes SGLang's flags; empty: this Python's sglang
+    num_servers: int = 1
+    tensor_parallel_size: int = 1  # GPUs of one server
+    devices: list[int] = field(default_factory=list)  # GPUs by number, server by server; empty: those that are visible
+    base_port: int = 0  # two ports a server from here on; 0: free ones
+    dtype: str = "bfloat16"
+    attention_backend: str | None = None  # such as triton, where the FA3 binary is missing
+    sampling_backend: str | None = None  # such as pytorch
+    grammar_backend: str | None = None  # none: no grammars, which RL360 does not use
+    mem_fraction_static: float | None = None  # of a GPU's memory, for weights and KV cache
+    max_running_requests: int | None = None
+    cuda_graph_max_bs: int | None = None  # largest batch that decodes from a CUDA graph; 0: no graphs
+    prefill_cuda_graph: bool = False  # capturing these took 75 s for a model of 135M
+    memory_saver: bool = False  # memory can be released and taken again (one set of GPUs for both sides)
+    external_model_package: str | None = None  # where SGLang finds models that it lacks
+    extra_args: list[str] = field(default_factory=list)  # passed on as they are
+    start_timeout_s: float = 900.0  # for a server to be ready
+    health_interval_s: float = 5.0  # between two looks at a server
+    health_timeout_s: float = 10.0  # for its scheduler to answer
+    health_failures: int = 3  # looks in a row without an answer: it hangs, and is replaced
+    max_restarts: int = 5  # of one server in the run; then it is given up
+    bucket_gib: float = 1.0  # of weights sent at once, by ipc and nccl
+    engines_per_group: int = 0  # servers in one broadcast group; 0: all of them, 1: none can hold up another
+    compare_hashes: bool = True  # ask servers for hashes of their weights after each sync
+
+
+@dataclass
 class RolloutConfig:
     _target_: str = "rl360.rollout.queue.QueueRollout"
-    engine: str = "embedded"  # embedded: in the trainer's process | external: servers at engine_urls
+    engine: str = "embedded"  # embedded: in the trainer's process | sglang: servers of the run | external: engine_urls
     engine_urls: list[str] = field(default_factory=list)  # SGLang servers, when engine is external
-    sync: str = "shared"  # shared | disk: how new weights reach the engines
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    sync: str = "shared"  # shared | disk | ipc | nccl: how new weights reach the engines
     temperature: float = 1.0
     top_p: float = 1.0  # below 1 is refused in training
     top_k: int = -1  # other than -1 is refused in training

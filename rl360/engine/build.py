@@ -6,6 +6,7 @@ order by the context manager. What each component does is its own; what the run 
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import logging
@@ -22,7 +23,6 @@ from rl360.errors import ConfigError
 from rl360.protocols import Algorithm, Gateway, Logger, Reward, Rollout, Trainer, WeightSync
 from rl360.rollout.failures import agent_timer_s
 from rl360.rollout.queue import RolloutEvents
-from rl360.rollout.weight_sync import DiskSync, SharedSync
 from rl360.types import Sampling, Task
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ def build(
         engine_urls, sync = make_engines(config, run_dir, trainer, stack)
         sync.sync(trainer, trainer.version)  # servers that run already may hold other weights than a resumed trainer
         gateway = make_gateway(config, run_dir, engine_urls)
+        sync.on_change(lambda urls: asyncio.run(gateway.set_engines(urls)))
         rollout = make_rollout(config, run_dir, run_id, gateway, events)
         stack.callback(rollout.close)
         rollout.start()
@@ -120,11 +121,12 @@ def _make(config: RootConfig, entry: Any, **collaborators: Any) -> Any:
 def make_engines(
     config: RootConfig, run_dir: Path, trainer: Any, stack: ExitStack
 ) -> tuple[tuple[str, ...], WeightSync]:
-    """The engines' URLs and how weights reach them: the embedded engine, or servers that run already."""
+    """The engines' URLs and how weights reach them: the embedded engine, servers of the run, or of somebody else."""
     rollout = config.rollout
     if rollout.engine == "embedded":
         from rl360.gateway.embedded.engine import EmbeddedEngine
         from rl360.gateway.embedded.server import EngineServer
+        from rl360.weight_sync.shared import SharedSync
 
         engine = EmbeddedEngine(
             trainer.decoder,
@@ -138,11 +140,12 @@ def make_engines(
         stack.callback(server.close)
         return (server.start(),), SharedSync(engine)
 
-    from rl360.gateway.engine_client import HttpEngine
+    from rl360.engine.engines import external_engines, sglang_engines
 
     key = os.environ.get(config.gateway.api_key_env) if config.gateway.api_key_env else None
-    sync = DiskSync(rollout.engine_urls, run_dir / "weights", lambda url: HttpEngine(url, api_key=key))
-    return tuple(rollout.engine_urls), sync
+    if rollout.engine == "sglang":
+        return sglang_engines(config, model_dir(config), run_dir, key, stack)
+    return external_engines(config, run_dir, key)
 
 
 def make_gateway(config: RootConfig, run_dir: Path, engine_urls: Sequence[str]) -> Gateway:

@@ -17,7 +17,7 @@ from rl360.engine.evaluation import Evaluator
 from rl360.engine.metrics import outcome_metrics, rollout_metrics
 from rl360.engine.record import RunRecord, outcome_of
 from rl360.engine.state import CheckpointStore, RunState
-from rl360.errors import Interrupted, RL360Error, TooManyFailures
+from rl360.errors import Interrupted, TooManyFailures
 from rl360.protocols import Algorithm, Rollout, Trainer, Watchdog, WeightSync
 from rl360.rollout.admission import admitted_before
 from rl360.rollout.specs import group_spec
@@ -214,12 +214,16 @@ class TrainingLoop:
         return replace(update, metrics={"time/train_s": time.monotonic() - began, **update.metrics})
 
     def publish(self, update: Update) -> float:
-        """Bring the new weights to every engine; the version counts only when all of them confirmed."""
+        """Bring the new weights to the engines; the version counts when the whole serving set has confirmed it.
+
+        An engine that did not is out of the set by then, and comes back with the weights of the day. Without any that
+        did, `sync` raises.
+        """
         began = time.monotonic()
         if update.version != self.state.version:
             report = self.sync.sync(self.trainer, update.version)
             if report.dropped:
-                raise RL360Error(f"engines did not confirm version {update.version}: {', '.join(report.dropped)}")
+                log.warning("version %d: without %s, being replaced", update.version, ", ".join(report.dropped))
         return time.monotonic() - began
 
     def evaluate_if_due(self) -> None:

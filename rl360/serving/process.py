@@ -15,8 +15,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from rl360.errors import InfrastructureError
@@ -43,7 +44,7 @@ class ServerProcess:
         root = str(Path(__file__).parents[2])  # -P leaves the working directory out; the keeper must still be found
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         with log_path.open("ab") as file:
-            file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(launch.command)}\n".encode())
+            file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {_shown(launch.command)}\n".encode())
             file.flush()
             self._keeper = subprocess.Popen(
                 keeper,
@@ -138,6 +139,12 @@ class ServerProcess:
     @property
     def _name(self) -> str:
         return f"server {self.launch.index} ({self.url})"
+
+
+def _shown(command: Sequence[str]) -> str:
+    """A command line for the log, without the keys in it."""
+    hidden = ["..." if before.endswith("api-key") else word for before, word in pairwise(["", *command])]
+    return " ".join(hidden)
 
 
 def _children(pid: int) -> list[int]:

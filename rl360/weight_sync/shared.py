@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,4 +26,5 @@ class SharedSync:
         self._embedded.set_version(version)
         return SyncReport(version, ("embedded",), (), 0.0, time.monotonic() - began)
 
-    def close(self) -> None: ...
+    def on_change(self, tell: Callable[[tuple[str, ...]], None]) -> None:
+        """The serving set is this one engine, always."""

@@ -39,6 +39,7 @@ class ServingSet(Protocol):
     def serving(self) -> tuple[str, ...]: ...
     def leave(self, url: str, reason: str) -> None: ...
     def suspended(self) -> AbstractContextManager[None]: ...
+    def on_change(self, tell: Callable[[tuple[str, ...]], None]) -> None: ...
 
 
 class FixedSet:
@@ -57,6 +58,9 @@ class FixedSet:
 
     def suspended(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def on_change(self, tell: Callable[[tuple[str, ...]], None]) -> None:
+        """It never does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,10 @@ class FleetSync:
             failures = asyncio.run(self._push(self._trainer, self._version, (url,), replacing=True))
             if failures:
                 raise EngineError("weight_version", failures[url])
+
+    def on_change(self, tell: Callable[[tuple[str, ...]], None]) -> None:
+        """`tell(serving set)` whenever an engine leaves it or joins it."""
+        self._set.on_change(tell)
 
     def close(self) -> None:
         """Nobody waits for weights from here on."""

@@ -24,6 +24,34 @@ CASES = [
         {"rollout.engine": "external", "rollout.engine_urls": ["http://h:1"]},
         "rollout.sync: shared needs the embedded engine",
     ),
+    (
+        {"rollout.engine": "external", "rollout.engine_urls": ["http://h:1"], "rollout.sync": "nccl"},
+        "rollout.sync: nccl needs servers of the run",
+    ),
+    ({"rollout.sync": "disk"}, "rollout.sync: disk with the embedded engine"),
+    ({"rollout.engine": "sglang"}, "rollout.sync: shared needs the embedded engine (one process); expected disk, ipc"),
+    (
+        {"rollout.engine": "sglang", "rollout.sync": "disk", "rollout.engine_urls": ["http://h:1"]},
+        "rollout.engine_urls: given with engine sglang",
+    ),
+    (
+        {
+            "rollout.engine": "sglang",
+            "rollout.sync": "ipc",
+            "rollout.sglang.devices": [0, 1, 2],
+            "rollout.sglang.num_servers": 2,
+            "rollout.sglang.tensor_parallel_size": 2,
+        },
+        "rollout.sglang.devices: 3 of them for 2 servers of 2 GPUs; expected 4",
+    ),
+    (
+        {"rollout.engine": "sglang", "rollout.sync": "ipc", "rollout.sglang.devices": [1, 1]},
+        "rollout.sglang.devices: the same GPU twice",
+    ),
+    (
+        {"rollout.engine": "sglang", "rollout.sync": "ipc", "rollout.sglang.base_port": 65535},
+        "rollout.sglang.base_port: 65535 for 1 servers ends at 65536",
+    ),
     ({"rollout.engine_urls": ["http://h:1"]}, "rollout.engine_urls: given with engine embedded"),
     ({"rollout.engine_urls": ["host:30000"]}, "rollout.engine_urls: 'host:30000' is not a URL"),
     ({"rollout.engine_urls": ["http://h:1", "http://h:1"]}, "rollout.engine_urls: the same URL twice"),
@@ -70,7 +98,7 @@ CASES = [
     ({"trainer.betas": [0.9, 1.0]}, "trainer.betas: [0.9, 1.0]; expected two numbers"),
     ({"algorithm.clip_high": 0.1}, "algorithm.clip_high: 0.1 is below clip_low 0.2"),
     ({"algorithm.kl_estimator": "k4"}, "algorithm.kl_estimator: 'k4' is none of k1, k2, k3"),
-    ({"rollout.engine": "embeded"}, "rollout.engine: 'embeded' is none of embedded, external; did you mean embedded?"),
+    ({"rollout.engine": "embeded"}, "rollout.engine: 'embeded' is none of embedded, sglang, external; did you mean embedded?"),
     ({"algorithm.importance_cap": 0.0}, "algorithm.importance_cap: 0.0; expected more than 0"),
     ({"iterations": 0}, "iterations: 0; expected at least 1"),
     ({"gateway.port": 70000}, "gateway.port: 70000; expected at most 65535"),

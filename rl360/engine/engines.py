@@ -1,0 +1,103 @@
+"""Servers and how weights reach them, from the config: those that the run starts, and those that are there already.
+
+In: a checked config, the run folder, the engines' key. Out: URLs and a weight sync; what was started is closed by the
+stack that was passed in. The embedded engine shares the trainer's process and is rl360.engine.build's.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+from rl360.config.schemas import RootConfig, SGLangConfig
+from rl360.serving.command import SGLANG, ServerFlags, launches
+from rl360.serving.fleet import Fleet, WatchSettings
+from rl360.weight_sync.engine import WeightEngine
+from rl360.weight_sync.sync import FixedSet, FleetSync
+from rl360.weight_sync.transports import BroadcastTransport, DiskTransport, HandleTransport, Transport
+
+GIB = 2**30
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+WEIGHTS = "weights"  # folder of published weights in the run's
+
+
+def sglang_engines(
+    config: RootConfig, model_dir: Path, run_dir: Path, api_key: str | None, stack: ExitStack
+) -> tuple[tuple[str, ...], FleetSync]:
+    """Start the fleet; its servers hold the model's initial weights until the first sync.
+
+    Raises ConfigError for too few GPUs, InfrastructureError `engine_start` with the end of a server's log.
+    """
+    settings = config.rollout.sglang
+    flags = ServerFlags(
+        model_path=model_dir,
+        context_length=config.rollout.max_context_tokens,
+        command=tuple(settings.command) or SGLANG,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        dtype=settings.dtype,
+        load_format="dummy" if config.model.random_init else None,
+        seed=config.seed % 2**31,
+        host=config.gateway.host,
+        attention_backend=settings.attention_backend,
+        sampling_backend=settings.sampling_backend,
+        grammar_backend=settings.grammar_backend,
+        mem_fraction_static=settings.mem_fraction_static,
+        max_running_requests=settings.max_running_requests,
+        cuda_graph_max_bs=settings.cuda_graph_max_bs,
+        prefill_cuda_graph=settings.prefill_cuda_graph,
+        memory_saver=settings.memory_saver,
+        external_model_package=settings.external_model_package,
+        extra_args=(*settings.extra_args, *(("--api-key", api_key) if api_key else ())),
+    )
+    watch = WatchSettings(
+        start_timeout_s=settings.start_timeout_s,
+        health_interval_s=settings.health_interval_s,
+        health_timeout_s=settings.health_timeout_s,
+        health_failures=settings.health_failures,
+        max_restarts=settings.max_restarts,
+    )
+    plan = launches(flags, settings.num_servers, settings.base_port, devices(settings))
+    fleet = Fleet(plan, run_dir / "logs", watch, api_key)
+    stack.callback(fleet.close)
+    urls = fleet.start()
+
+    def make_engine(url: str) -> WeightEngine:
+        return WeightEngine(url, request_timeout_s=config.rollout.request_timeout_s, api_key=api_key)
+
+    sync = FleetSync(fleet, _transport(config, run_dir), make_engine, settings.compare_hashes)
+    stack.callback(sync.close)  # before the fleet's: a replacement may be waiting for weights
+    fleet.bring_up = sync.bring_up
+    return urls, sync
+
+
+def external_engines(config: RootConfig, run_dir: Path, api_key: str | None) -> tuple[tuple[str, ...], FleetSync]:
+    """Servers at `rollout.engine_urls`. Their dtype is not known here, so their hashes are not compared."""
+    urls = tuple(config.rollout.engine_urls)
+
+    def make_engine(url: str) -> WeightEngine:
+        return WeightEngine(url, request_timeout_s=config.rollout.request_timeout_s, api_key=api_key)
+
+    return urls, FleetSync(FixedSet(urls), DiskTransport(run_dir / WEIGHTS), make_engine, compare_hashes=False)
+
+
+def devices(settings: SGLangConfig) -> list[str]:
+    """Names for CUDA_VISIBLE_DEVICES: those of the config, else those that this process may see, else every GPU."""
+    if settings.devices:
+        return [str(number) for number in settings.devices]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    return [str(number) for number, _ in enumerate(sorted(NVIDIA_GPUS.iterdir()))] if NVIDIA_GPUS.is_dir() else []
+
+
+def _transport(config: RootConfig, run_dir: Path) -> Transport:
+    settings = config.rollout.sglang
+    dtype = None if settings.dtype == "auto" else settings.dtype
+    bucket_bytes = int(settings.bucket_gib * GIB)
+    if config.rollout.sync == "ipc":
+        return HandleTransport(bucket_bytes, dtype)
+    if config.rollout.sync == "nccl":
+        backend = "nccl" if devices(settings) else "gloo"
+        return BroadcastTransport(bucket_bytes, dtype, backend, settings.engines_per_group)
+    return DiskTransport(run_dir / WEIGHTS, dtype)

@@ -31,6 +31,17 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise error
 
 
+def port_problem(host: str, port: int) -> str | None:
+    """Why a server of ours cannot listen there; None: it can. One that just ended is no hindrance."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return f"port {port} on {host} cannot be used: {error.strerror}"
+    return None
+
+
 def _ephemeral_range() -> tuple[int, int]:
     try:
         low, high = map(int, _EPHEMERAL.read_text().split())

@@ -21,6 +21,7 @@ from typing import Any
 
 from rl360.errors import ConfigError, EngineError, InfrastructureError
 from rl360.gateway.engine_client import HttpEngine
+from rl360.gateway.ports import port_problem
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +111,14 @@ class SmgProcess:
         return self._process.pid if self._process is not None else -1
 
     async def start(self, timeout_s: float) -> None:
-        """Start it and wait until it answers. Raises InfrastructureError `smg_start` with the end of its log."""
+        """Start it and wait until it answers.
+
+        Raises InfrastructureError `smg_start`: a port that is taken, or the end of its log.
+        """
         require_smg()
+        for port in (self._settings.port, self._settings.metrics_port):
+            if problem := port_problem(self._settings.host, port):
+                raise InfrastructureError("smg_start", problem)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(

@@ -28,8 +28,13 @@ log = logging.getLogger(__name__)
 ROUTING_KEY = "X-SMG-Routing-Key"
 ROUTED_TO = "x-smg-routed-worker-id"  # the engine's URL, on every answer that an engine gave
 OWN_ERROR = "x-smg-error-code"  # on every answer that is SMG's own
-# What SMG says when it has no answer of an engine: nobody listens, the connection broke, none is registered.
-ENGINE_GONE = ("call_upstream_connection_failed", "call_upstream_request_error", "no_available_workers")
+# What SMG says when it has no answer of an engine: nobody listens, the connection broke, all leave, it has none (yet).
+ENGINE_GONE = (
+    "call_upstream_connection_failed",
+    "call_upstream_request_error",
+    "no_available_workers",
+    "model_not_found",
+)
 BUSY = ("engine_status_429", "engine_status_503")
 QUOTED_CHARS = 300
 FIRST_PAUSE_S = 0.1

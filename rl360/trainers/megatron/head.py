@@ -212,8 +212,9 @@ def _chunks(
     statistics = _fused(_row_statistics) if compiled else _row_statistics
     exact = torch.float64 if hidden_U.dtype == torch.float64 else torch.float32
     temperatures_U = predictions.temperatures_U.to(exact)
-    shape = (min(chunk, num_positions) + 1, width)
-    buffer = torch.empty(shape, dtype=hidden_U.dtype, device=hidden_U.device)
+    # On CUDA as large for every micro-batch: the allocator then finds the block of the last one.
+    num_held = chunk if hidden_U.device.type == "cuda" else min(chunk, num_positions)
+    buffer = torch.empty(num_held + 1, width, dtype=hidden_U.dtype, device=hidden_U.device)
     for i, start in enumerate(starts):
         positions = slice(start, min(start + chunk, num_positions))
         tokens = slice(bounds[i], bounds[i + 1])

@@ -1,0 +1,118 @@
+"""The Megatron trainer's head on one GPU: time and memory of `head_loss` by chunk, against its three matrix products.
+
+    python benchmarks/head.py                       # Qwen3-8B's head: 151936 x 4096, 8192 predicting positions
+    python benchmarks/head.py --tensor-parallel 2   # one rank's half of it, without the exchange
+
+The products are timed alone, at the same chunk, the weight's gradient added in fp32: the least that the head can take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl360.algorithms.grpo import GRPO  # noqa: E402
+from rl360.trainers.megatron.head import HeadPredictions, head_loss  # noqa: E402
+
+PADDING = 128  # rows of a rank are a multiple of it, as Megatron pads
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--positions", type=int, default=8192)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--device", default="cuda")
+    parsed = parser.parse_args()
+    device = torch.device(parsed.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    rows = -(-parsed.vocab // (PADDING * parsed.tensor_parallel)) * PADDING
+    torch.manual_seed(0)
+    weight = torch.randn(rows, parsed.hidden, device=device, dtype=dtype) * 0.02
+    hidden = torch.randn(parsed.positions, parsed.hidden, device=device, dtype=dtype).requires_grad_()
+    head_grad = torch.zeros(rows, parsed.hidden, device=device)
+    draw = np.random.default_rng(0)
+    predictions = HeadPredictions.of(
+        np.ones(parsed.positions, np.float32),
+        np.arange(parsed.positions),
+        draw.integers(min(rows, parsed.vocab), size=parsed.positions),
+        device,
+    )
+    behaviour, ones = torch.full((parsed.positions,), -12.0, device=device), torch.ones(parsed.positions, device=device)
+    weights = ones / parsed.positions
+    algorithm = GRPO()
+
+    def token_loss(tokens: slice, logprobs: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            current = logprobs.detach().requires_grad_()
+            loss, _ = algorithm.loss(current, logprobs, behaviour[tokens], ones[tokens], weights[tokens], None)
+            return torch.autograd.grad(loss, current)[0]
+
+    for chunk in parsed.chunks:
+        row: dict[str, float] = {"chunk": chunk}
+
+        def products(chunk: int = chunk) -> None:
+            with torch.no_grad():
+                for part in hidden.detach().split(chunk):
+                    logits = part @ weight.t()
+                    logits @ weight
+                    if device.type == "cuda":
+                        torch.addmm(head_grad, logits.t(), part, out_dtype=torch.float32, out=head_grad)
+                    else:
+                        head_grad.addmm_(logits.t(), part)
+
+        row["products_ms"] = milliseconds(products, parsed.repeats, device)
+        for compiled in (False, True) if device.type == "cuda" else (False,):
+
+            def whole(chunk: int = chunk, compiled: bool = compiled) -> None:
+                loss, _ = head_loss(
+                    hidden,
+                    weight,
+                    predictions,
+                    chunk,
+                    token_loss,
+                    head_grad,
+                    vocab_size=parsed.vocab,
+                    compiled=compiled,
+                )
+                loss.backward()
+                hidden.grad = None
+
+            name = "compiled" if compiled else "plain"
+            row[f"{name}_ms"] = milliseconds(whole, parsed.repeats, device)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                whole()
+                row[f"{name}_peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        print(json.dumps({name: round(value, 3) for name, value in row.items()}), flush=True)
+
+
+def milliseconds(function: Callable[[], None], repeats: int, device: torch.device) -> float:
+    """Median of single runs, after two that compile and warm up."""
+    times = []
+    for number in range(repeats + 2):
+        began = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if number >= 2:
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -21,8 +21,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl360.algorithms.grpo import GRPO  # noqa: E402
-from rl360.trainers.megatron.head import HeadPredictions, head_loss  # noqa: E402
+from rl360.algorithms.grpo import GRPO
+from rl360.trainers.megatron.head import HeadPredictions, head_loss
 
 PADDING = 128  # rows of a rank are a multiple of it, as Megatron pads
 

@@ -231,3 +231,52 @@ def test_parsers_are_linear(piece: str, around: str) -> None:
         return best
 
     assert seconds(16_000) < 24 * max(seconds(2000), 0.0005)
+
+
+K2_SCHEMAS = {
+    "$defs": {"Name": {"type": "string"}, "Count": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}},
+    "type": "object",
+    "properties": {
+        "named": {"$ref": "#/$defs/Name"},
+        "counted": {"$ref": "#/$defs/Count"},
+        "loop": {"$ref": "#/$defs/Loop"},
+        "elsewhere": {"$ref": "https://example.org/schema"},
+        "optional": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "either": {"oneOf": [{"$ref": "#/$defs/Name"}, {"type": "integer"}]},
+        "level": {"enum": [1, 2, 3]},
+        "mode": {"enum": ["1", "2"]},
+        "fixed": {"const": 7},
+        "odd": True,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "read"),
+    [
+        ("named", "12", "12"),
+        ("counted", "12", 12),
+        ("loop", "12", "12"),
+        ("elsewhere", "12", "12"),
+        ("optional", "12", 12),
+        ("optional", "null", None),
+        ("either", "12", "12"),
+        ("level", "2", 2),
+        ("mode", "2", "2"),
+        ("fixed", "7", 7),
+        ("odd", "12", "12"),
+        ("unknown", "12", "12"),
+    ],
+)
+def test_k2_values_follow_the_schema_through_references_and_alternatives(key: str, written: str, read: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": K2_SCHEMAS}}
+    _, (call,) = K2HorizonTools().parse(k2_call("f", **{key: written}), [tool])
+    assert json.loads(call.arguments) == {key: read}
+
+
+def test_a_written_type_wins_over_the_schema() -> None:
+    """The template's typed form, which says of an alternative what it is."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": K2_SCHEMAS}}
+    text = k2_call("f", either="12").replace("<ifm|arg_value>", "<ifm|arg_type>integer</ifm|arg_type>\n<ifm|arg_value>")
+    _, (call,) = K2HorizonTools().parse(text, [tool])
+    assert json.loads(call.arguments) == {"either": 12}

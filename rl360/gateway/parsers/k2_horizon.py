@@ -34,6 +34,9 @@ GROUP = "<ifm|tool_calls>"
 EMPTY_GROUP = re.compile(r"<ifm\|tool_calls>\s*</ifm\|tool_calls>")
 NAME = re.compile(r"\s*([\w.-]+)\s*")
 SPACE = re.compile(r"\s*")
+# Schemas come with the request, from an agent: deeper or wider ones than these are text, and cost nothing.
+MAX_SCHEMA_DEPTH = 4
+MAX_ALTERNATIVES = 16
 
 
 class K2HorizonReasoning:
@@ -100,14 +103,32 @@ def _types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, list[str]
     for tool in tools:
         function = tool["function"]
         if function["name"] == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: _type_names(schema) for key, schema in properties.items() if isinstance(schema, Mapping)}
+            root = function.get("parameters") or {}
+            properties = root.get("properties") or {}
+            return {key: _type_names(schema, root) for key, schema in properties.items()}
     return {}
 
 
-def _type_names(schema: Mapping[str, Any]) -> list[str]:
-    kind = schema.get("type", [])
-    return [kind] if isinstance(kind, str) else [str(part) for part in kind]
+def _type_names(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[str]:
+    """Every type that a schema allows, through references, alternatives and enumerations; empty: it does not say."""
+    if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
+        return []
+    if kind := schema.get("type"):
+        return [kind] if isinstance(kind, str) else [str(part) for part in kind]
+    if reference := schema.get("$ref"):
+        return _type_names(_referred(str(reference), root), root, depth + 1)
+    if values := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
+        return ["string" if isinstance(value, str) else "other" for value in values]
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or []]
+    return [found for part in parts[:MAX_ALTERNATIVES] for found in _type_names(part, root, depth + 1)]
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a reference inside the same schema (`#/$defs/Name`) points to; None for any other."""
+    place: Any = root
+    for step in reference.removeprefix("#/").split("/") if reference.startswith("#/") else [reference]:
+        place = place.get(step) if isinstance(place, Mapping) else None
+    return place
 
 
 def _value(text: str, types: Sequence[str]) -> Any:

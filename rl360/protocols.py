@@ -135,9 +135,18 @@ class Algorithm(Protocol):
         ...
 
 
+class PendingSave(Protocol):
+    """A trainer's save that goes on in the background."""
+
+    def wait(self) -> None: ...  # until every file is complete; from any thread; raises what went wrong
+
+
 @runtime_checkable
 class Trainer(Protocol):
-    """Driver side of the trainer. `version` starts at 0 and grows by one with each step."""
+    """Driver side of the trainer. `version` starts at 0 and grows by one with each step.
+
+    One that can write while it trains also has `begin_save(folder) -> PendingSave | None` (None: complete already).
+    """
 
     version: int
 

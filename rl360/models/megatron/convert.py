@@ -79,7 +79,7 @@ def to_megatron(source: Path | str, out: Path | str, ranks: Ranks | None = None,
                 staging / RELEASE,
                 boxes,
                 COMMON,
-                _extra_states(config) if ranks.rank == 0 else [],
+                extra_states(config) if ranks.rank == 0 else [],
                 ranks.group,
                 lambda box: count.add(prod(box.shape) * box.dtype.itemsize),
             )
@@ -184,7 +184,8 @@ def _share(boxes: Sequence[Box], ranks: Ranks) -> list[Box]:
     return mine
 
 
-def _extra_states(config: DecoderConfig) -> list[Object]:
+def extra_states(config: DecoderConfig) -> list[Object]:
+    """The empty `_extra_state` of every module that may have one."""
     per_layer = [
         Object(f"{hf_weights.LAYERS}{module}._extra_state", None, layer, config.num_layers)
         for module in EXTRA_STATES

@@ -122,6 +122,62 @@ def stacked_keys(name: str) -> tuple[list[str], int | None]:
     return found, layer
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """[at, at + rows x columns) of a rank's flattened parameter is this box of the whole, unpadded-by-rank tensor."""
+
+    at: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def pieces(name: str, config: DecoderConfig, tensor_rank: int, tensor_size: int, start: int, end: int) -> list[Piece]:
+    """Where [start, end) of a tensor rank's flattened parameter lies in the whole parameter (tensor-parallel size 1).
+
+    A range of a matrix is at most a piece of a row, whole rows, and a piece of a row. `at` counts from `start`. Padding
+    that the whole parameter does not have is in no piece: its size depends on the number of ranks.
+    """
+    shape = parameter_shape(name, config, tensor_size)
+    if len(shape) == 1:
+        return [Piece(0, (start,), (end - start,))] if end > start else []
+    columns = shape[1]
+    whole_rows = parameter_shape(name, config)[0]
+    column_offset, spans = 0, [(0, shape[0], 0)]  # (first row here, rows, first row of the whole)
+    if name in (EMBEDDING, HEAD):
+        first = tensor_rank * shape[0]
+        spans = [(0, min(shape[0], whole_rows - first), first)]
+    elif _split(name)[1] == GATE_UP:
+        half = shape[0] // 2
+        spans = [(0, half, tensor_rank * half), (half, half, config.intermediate_size + tensor_rank * half)]
+    elif _split(name)[1] == QKV:
+        spans = [(0, shape[0], tensor_rank * shape[0])]
+    else:
+        column_offset = tensor_rank * columns
+    found = []
+    for row, rows, column, width in _rectangles(start, end, columns):
+        for here, count, there in spans:
+            low, high = max(row, here), min(row + rows, here + count)
+            if low < high:
+                at = low * columns + column - start
+                found.append(Piece(at, (there + low - here, column_offset + column), (high - low, width)))
+    return found
+
+
+def _rectangles(start: int, end: int, columns: int) -> list[tuple[int, int, int, int]]:
+    """[start, end) of a row-major matrix as (row, rows, column, columns) each."""
+    found = []
+    if start < end and start % columns:
+        stop = min(end, start - start % columns + columns)
+        found.append((start // columns, 1, start % columns, stop - start))
+        start = stop
+    if rows := (end - start) // columns:
+        found.append((start // columns, rows, 0, columns))
+        start += rows * columns
+    if start < end:
+        found.append((start // columns, 1, 0, end - start))
+    return found
+
+
 def is_replicated(name: str) -> bool:
     """Whether every tensor rank holds the whole parameter: the norms do."""
     return name.endswith("norm.weight")

@@ -17,6 +17,7 @@ import json
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -108,8 +109,9 @@ def write(
     mine = [*objects, Object(COMMON_KEY, dict(common))] if first else list(objects)
     planner = _WritePlanner(boxes, mine, progress)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that one process is no process group
+        with warnings.catch_warnings() if alone else nullcontext():
+            if alone:
+                warnings.simplefilter("ignore")  # that one process is no process group
             checkpoint.save(
                 {}, storage_writer=FileSystemWriter(folder), planner=planner, process_group=group, no_dist=alone
             )
@@ -246,19 +248,22 @@ class Reader:
             raise CheckpointError(f"{self.folder}: a *.distcp file is unreadable ({error})") from error
 
     def common(self) -> dict[str, Any]:
-        """Everything that is no tensor, as rank 0 gave it."""
-        key = Object(COMMON_KEY, None).unique_key
+        """Everything that is no tensor, as rank 0 gave it; empty when there is nothing."""
+        return dict(self.object(Object(COMMON_KEY, None)) or {})
+
+    def object(self, wanted: Object) -> Any:
+        """A plain value by its key, index and count; None when it is not there."""
+        key = wanted.unique_key
         if not isinstance(self._metadata.state_dict_metadata.get(key), BytesStorageMetadata):
-            return {}
+            return None
         planner = _ReadPlanner({})
-        index = MetadataIndex(key)
-        nothing = torch.Size((0,))
+        index, nothing = MetadataIndex(key), torch.Size((0,))
         read = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
         try:
             self._reader.read_data(LoadPlan([read]), planner).wait()
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{self.folder}: {COMMON_KEY} is unreadable ({error})") from error
-        return dict(planner.objects[0][0])
+            raise CheckpointError(f"{self.folder}: {wanted.key} is unreadable ({error})") from error
+        return planner.objects[0][0]
 
     def _found(self, key: str) -> TensorStorageMetadata:
         if key not in self._tensors:

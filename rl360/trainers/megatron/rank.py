@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from rl360.trainers.megatron.checkpoint import RankCheckpoint
     from rl360.trainers.megatron.publish import Written
     from rl360.trainers.megatron.training import Training
 
@@ -47,6 +48,7 @@ class MegatronRank:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank")
         self._store: Any = None
         self._training: Training | None = None
+        self._saver_of_training: RankCheckpoint | None = None
 
     @property
     def training(self) -> Training:
@@ -77,6 +79,21 @@ class MegatronRank:
 
         return await self._run(lambda: write_stage(self.training, folder))
 
+    async def begin_save(self, folder: Path, version: int) -> None:
+        """Copy weights and optimizer, and write them in the background; see `RankCheckpoint.begin`."""
+        await self._run(lambda: self._saver().begin(folder, version))
+
+    async def finish_save(self) -> None:
+        """Wait until that write is complete. The rank may be in a step meanwhile."""
+        saver = self._saver_of_training
+        if saver is not None and saver.writing is not None:
+            await asyncio.wait([asyncio.wrap_future(saver.writing)])
+            saver.finish()
+
+    async def restore(self, folder: Path) -> int:
+        """See `RankCheckpoint.restore`."""
+        return await self._run(lambda: self._saver().restore(folder))
+
     async def offload(self) -> None:
         """Move weights and optimizer state to pinned host memory, give the GPU's back; until `onload` nothing runs."""
         await self._run(lambda: self.training.offload())
@@ -92,6 +109,13 @@ class MegatronRank:
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def _saver(self) -> RankCheckpoint:
+        from rl360.trainers.megatron.checkpoint import RankCheckpoint
+
+        if self._saver_of_training is None or self._saver_of_training.training is not self.training:
+            self._saver_of_training = RankCheckpoint(self.training)
+        return self._saver_of_training
 
     def _listen(self, host: str, port: int) -> int:
         from torch.distributed import TCPStore

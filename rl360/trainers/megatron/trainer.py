@@ -24,15 +24,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl360.engine.workers import LocalWorkerGroup
-from rl360.errors import ConfigError, InfrastructureError, NonFiniteGradient, RL360Error, WorkerDied
+from rl360.errors import CheckpointError, ConfigError, InfrastructureError, NonFiniteGradient, RL360Error, WorkerDied
 from rl360.models.megatron.layout import Layout
-from rl360.protocols import Algorithm
+from rl360.protocols import Algorithm, PendingSave
 from rl360.trainers.megatron.settings import PEAK_MEMORY, PEAK_RESERVED, TrainingSettings
 from rl360.trainers.megatron.shards import equal_cost_tokens, shard_batch
 from rl360.types import Batch, Update
 
 # After one rank failed the others either fail by themselves within this time or wait for it in a collective.
 LAST_WORDS_S = 5.0
+# Of one rank's write in the background: 100 GiB at 50 MiB/s.
+SAVE_TIMEOUT_S = 2400.0
+# Names in a checkpoint's folder, as in rl360.models.megatron.convert, which the driver does without: it needs torch.
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+COMPANIONS = "hf"
 # Padding of a micro-batch beyond what the layout needs: rows of a product are computed in tiles of 64 and more, so
 # these cost nothing. At most a 64th of a small budget, so that tiny batches are not all padding.
 TOKEN_ALIGNMENT = 64
@@ -223,10 +228,36 @@ class MegatronTrainer:
         return folder
 
     def save(self, folder: Path) -> None:
-        raise NotImplementedError
+        """Write weights, masters, moments, step, version and random states; complete when it returns."""
+        self._begin_save(Path(folder)).wait()
+
+    def begin_save(self, folder: Path) -> PendingSave | None:
+        """Start `save`: when this returns, training may go on; None: it is complete already (`async_checkpoint` off).
+
+        One at a time: another save, or `restore`, waits for it.
+        """
+        pending = self._begin_save(Path(folder))
+        if self._async_checkpoint:
+            return pending
+        pending.wait()
+        return None
 
     def restore(self, folder: Path) -> None:
-        raise NotImplementedError
+        """Take over what `save` wrote, under this trainer's layout, whatever it was written under.
+
+        Raises:
+            CheckpointError: incomplete, or of another model; names the first tensor that does not fit, and its file.
+        """
+        self.version = self._call_all("restore", Path(folder))[0]
+
+    def _begin_save(self, folder: Path) -> _RanksSave:
+        from rl360.models.hf_folder import copy_companions
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._call_all("begin_save", folder, self.version)
+        copy_companions(self._model_dir, folder / COMPANIONS)
+        (folder / TRACKER_FILE).write_text(str(self.version))
+        return _RanksSave(self)
 
     def offload(self) -> None:
         """Move the ranks' weights and optimizer state to host memory; until `onload` only that may be called."""
@@ -295,6 +326,22 @@ class MegatronTrainer:
             workers.close(grace_s=0.0)
 
 
+class _RanksSave:
+    """A save that the ranks are writing."""
+
+    def __init__(self, trainer: MegatronTrainer):
+        self._trainer = trainer
+
+    def wait(self) -> None:
+        """Until every rank's files are complete. From any thread; the ranks may be in a step."""
+        trainer = self._trainer
+        if trainer._workers is None:
+            raise CheckpointError("the trainer's ranks ended before their checkpoint was complete")
+        size = trainer.layout.world_size
+        # Not through `_call`: a full disk is no reason to end ranks in the middle of a step.
+        asyncio.run(trainer._gather("finish_save", [()] * size, SAVE_TIMEOUT_S))
+
+
 def _raise_first(method: str, failed: SequenceABC[asyncio.Task[Any]], num_ranks: int) -> None:
     """Raise what explains the failure best: a death, else the first error; the same from every rank as it is."""
     errors = [(call.get_name(), call.exception()) for call in failed]
@@ -304,7 +351,7 @@ def _raise_first(method: str, failed: SequenceABC[asyncio.Task[Any]], num_ranks:
     deaths = [(name, error) for name, error in errors if isinstance(error, WorkerDied)]
     name, error = (deaths or errors)[0]
     assert error is not None
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | CheckpointError):
         raise error
     notes = "\n".join(getattr(error, "__notes__", []))
     raise InfrastructureError(

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from re import _constants, _parser  # type: ignore[attr-defined]  # what `re` itself compiles with
 from typing import Any, Protocol
 
 from rl360.errors import ConfigError
@@ -17,6 +18,7 @@ from rl360.gateway.embedded.sampling import SamplingParams
 
 # What a decoder puts where bytes do not form a whole character yet.
 INCOMPLETE = "\ufffd"
+_MOST_TAIL = 4096  # characters; searching a longer tail for each token saves nothing over the suffix
 
 
 class Decodes(Protocol):
@@ -25,17 +27,53 @@ class Decodes(Protocol):
     def decode(self, ids: list[int], skip_special_tokens: bool = ...) -> str: ...
 
 
+class _Pattern:
+    """A regular expression that is looked for in a text that grows, where a new match can be and nowhere else."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.compiled = re.compile(pattern)
+        self._longest: int | None = None  # characters of a match; None: no bound, or one that is no use
+        self._suffix = ""  # what every match ends with, as far as it is known
+        looks_ahead = "(?=" in pattern or "(?!" in pattern  # text that comes later can make a match of what was there
+        if not looks_ahead:
+            tree = _parser.parse(pattern)
+            longest = tree.getwidth()[1]
+            self._longest = longest if longest <= _MOST_TAIL else None
+            if not self.compiled.flags & re.IGNORECASE:
+                self._suffix = _suffix_of(tree)
+
+    def matches(self, text: str, known: int) -> bool:
+        """Whether `text` has a match, given that its first `known` characters, which have not changed, had none."""
+        if self._longest is not None:
+            return self.compiled.search(text, max(0, known - self._longest)) is not None
+        if self._suffix and text.find(self._suffix, max(0, known - len(self._suffix) + 1)) < 0:
+            return False
+        return self.compiled.search(text) is not None
+
+
+def _suffix_of(tree: Any) -> str:
+    """The characters that a parsed expression ends with, when those are plain ones."""
+    suffix = ""
+    for operation, argument in reversed(list(tree)):
+        if operation is not _constants.LITERAL:
+            break
+        suffix = chr(argument) + suffix
+    return suffix
+
+
 class StopWatch:
     """Watches the text of one request grow.
 
     Only the last few ids are decoded again for each token: decoding is not a concatenation, so a settled id before the
-    new ones gives them their context (its text is subtracted).
+    new ones gives them their context (its text is subtracted). Only the end of the text is searched for each token,
+    unless a pattern without a longest match may have been completed.
     """
 
     def __init__(self, tokenizer: Decodes, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._strings = params.stop
-        self._patterns = [(pattern, re.compile(pattern)) for pattern in params.stop_regex]
+        self._patterns = [_Pattern(pattern) for pattern in params.stop_regex]
         self._longest = max((len(s) for s in self._strings), default=0)
         self._text = ""  # of whole characters so far
         self._context = 0  # ids [context, settled) are decoded only as context
@@ -46,18 +84,18 @@ class StopWatch:
         """Look at the text after a new last id. Returns the string or the pattern that matched, else None."""
         window = self._tokenizer.decode(output_ids[self._context :], skip_special_tokens=False)
         fresh = window[len(self._context_text) :]
+        known = len(self._text)
         text = self._text + fresh
-        searched_from = max(0, len(self._text) - self._longest)
         if not fresh.endswith(INCOMPLETE):
             self._context, self._settled = self._settled, len(output_ids)
             self._context_text = self._tokenizer.decode(output_ids[self._context :], skip_special_tokens=False)
             self._text = text
         for string in self._strings:
-            if text.find(string, searched_from) >= 0:
+            if text.find(string, max(0, known - self._longest)) >= 0:
                 return string
-        for pattern, compiled in self._patterns:
-            if compiled.search(text):
-                return pattern
+        for pattern in self._patterns:
+            if pattern.matches(text, known):
+                return pattern.pattern
         return None
 
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl360.config.combinations import combination_problems
 from rl360.config.compose import Composed
 from rl360.config.files import Found, look
-from rl360.config.schemas import SCHEMAS, ComposedConfig, RootConfig, schema_of
+from rl360.config.schemas import SCHEMAS, ComposedConfig, MegatronTrainerConfig, RootConfig, schema_of
 from rl360.config.targets import Constructor, TargetError, allowed, argument_problems, constructor
 from rl360.config.walk import Walker
 
@@ -157,6 +157,8 @@ def _target_problems(config: RootConfig) -> Iterator[str]:
         if found is not None and group in _PROVIDED:
             given = {key: value for key, value in vars(section).items() if key != "_target_"}
             yield from (f"{group}.{p}" for p in argument_problems(found, given, _PROVIDED[group]))
+    if isinstance(config.trainer, MegatronTrainerConfig):
+        yield from _checked_target("trainer.rank_target", config.trainer.rank_target, prefixes)
     for group in ("agent", "sandbox"):
         section = getattr(config, group)
         found = yield from _checked_target(f"{group}.import_path", section.import_path, prefixes)

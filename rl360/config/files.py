@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rl360.config.forecast import GIB, MIB, Forecast, ModelShape, forecast
 from rl360.config.gateway import gateway_machine_problems
 from rl360.config.gpu_memory import GpuForecast, gpu_forecast
-from rl360.config.schemas import MegatronTrainerConfig, ModelConfig, RootConfig, TasksConfig
+from rl360.config.schemas import ClusterConfig, MegatronTrainerConfig, ModelConfig, RootConfig, TasksConfig
 from rl360.diagnostics.machine import Gpu, Memory, free_disk_bytes, gpus, memory, write_problem
 from rl360.errors import ConfigError, TaskError
 from rl360.types import Task
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from rl360.sandboxes.abilities import Ability
 
 LOCAL_SANDBOX, DOCKER_SANDBOX = "rl360.sandboxes.local:", "rl360.sandboxes.docker:"
-LOCAL_LAUNCHER = "launchers.local.LocalLauncher"
 DAYTONA_SANDBOX = "rl360.sandboxes.daytona:"
 
 
@@ -110,7 +109,7 @@ def _gpus(config: RootConfig, found: Found) -> None:
     if not isinstance(trainer, MegatronTrainerConfig):
         return
     cards: list[Gpu] = []
-    if config.cluster._target_ == LOCAL_LAUNCHER and trainer.rank_target == MegatronTrainerConfig.rank_target:
+    if config.cluster._target_ == ClusterConfig._target_ and trainer.rank_target == MegatronTrainerConfig.rank_target:
         cards = gpus()
         if len(cards) < trainer.num_gpus:
             found.problems.append(

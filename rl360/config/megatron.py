@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from rl360.config.gpu_memory import layout_of
-from rl360.config.schemas import MegatronTrainerConfig, RootConfig
+from rl360.config.schemas import ClusterConfig, MegatronTrainerConfig, RootConfig
 from rl360.errors import ConfigError
 
 
@@ -24,6 +24,9 @@ def megatron_problems(config: RootConfig) -> Iterator[str]:
             "rollout.engine: embedded shares the weights of one process, and trainer=megatron spreads them over "
             f"{trainer.num_gpus} ranks; expected servers, try rollout=external or rollout=sglang"
         )
+    yield from _shared_gpus(config, trainer)
+    if trainer.transformer_engine:
+        yield "trainer.transformer_engine: true; layers of Transformer Engine are not built yet, expected false"
     try:
         layout_of(trainer)
     except ConfigError as error:
@@ -38,6 +41,23 @@ def megatron_problems(config: RootConfig) -> Iterator[str]:
                 f"trainer.{key}: {seconds:g} s is not less than cluster.no_progress_s {config.cluster.no_progress_s:g} "
                 "s, so the watchdog would end the run first and not say which rank is late; expected less"
             )
+
+
+def _shared_gpus(config: RootConfig, trainer: MegatronTrainerConfig) -> Iterator[str]:
+    """On one machine ranks take its first GPUs; servers beside them need others, or take turns."""
+    if config.rollout.engine != "sglang" or config.cluster._target_ != ClusterConfig._target_:
+        return
+    sglang = config.rollout.sglang
+    if sglang.memory_saver or trainer.rank_target != MegatronTrainerConfig.rank_target:
+        return
+    needed = sglang.num_servers * sglang.tensor_parallel_size
+    taken = sglang.devices[:needed] or list(range(needed))
+    if both := [number for number in taken if number < trainer.num_gpus]:
+        others = list(range(trainer.num_gpus, trainer.num_gpus + needed))
+        yield (
+            f"rollout.sglang.devices: GPU {', '.join(map(str, both))} of the servers would be the trainer's too "
+            f"(trainer.num_gpus {trainer.num_gpus}); expected others, such as {others}, or rollout.sglang.memory_saver"
+        )
 
 
 def _port(address: str) -> int | None:

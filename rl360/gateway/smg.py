@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 SMG = "rl360.gateway.smg_worker:SmgWorker"
 WATCH_S = 1.0
-TELL_S = 45.0  # the worker itself waits REGISTER_S for engines that join
+TELL_S = 30.0  # more than smg_worker.REGISTER_S, for which the worker waits for engines that join
 CLOSE_MARGIN_S = 3.0  # for the worker around SMG, after SMG's own time to stop
 KEY_BYTES = 24
 

@@ -26,7 +26,7 @@ from rl360.gateway.smg_process import Listed, SmgProcess, SmgSettings, require_s
 log = logging.getLogger(__name__)
 
 REGISTER_POLL_S = 0.1
-REGISTER_S = 30.0  # for engines that join a running SMG; one is registered in 0.1 s
+REGISTER_S = 10.0  # for engines that join a running SMG: 0.1 s, and 5 s when they left it just now
 LOOK_TIMEOUT_S = 5.0
 HANGS_AFTER = 3  # calls in a row that SMG did not answer in time
 RESTART_PAUSE_S = 0.2  # doubled with each start that failed
@@ -99,7 +99,7 @@ class SmgWorker:
         require_smg()
         await self._smg.start(self._start_timeout_s)
         try:
-            missing = await self._until_registered(self._start_timeout_s)
+            missing = await self._until_registered(self._start_timeout_s, self._wanted)
         except BaseException:
             await self._smg.close()
             raise
@@ -118,8 +118,8 @@ class SmgWorker:
 
     async def set_engines(self, urls: Sequence[str]) -> list[str]:
         """The serving set from now on. Returns those that SMG has within REGISTER_S; the others are tried for on."""
-        self._wanted = list(dict.fromkeys(urls))
-        missing = await self._until_registered(REGISTER_S)
+        before, self._wanted = set(self._wanted), list(dict.fromkeys(urls))
+        missing = await self._until_registered(REGISTER_S, [url for url in self._wanted if url not in before])
         if missing:
             log.warning("smg lacks %s", ", ".join(f"{url} ({self._waits.get(url)})" for url in missing))
         return [url for url in self._wanted if url not in missing]
@@ -160,7 +160,7 @@ class SmgWorker:
             else:
                 return
             self._failure = None
-            await self._until_registered(self._interval_s)
+            await self._until_registered(REGISTER_S, self._wanted)
             log.warning("smg (pid %d) is back with %s", self._smg.pid, ", ".join(sorted(self._joined)) or "no engine")
 
     # -- its engines -------------------------------------------------------------------------------------------------
@@ -180,13 +180,13 @@ class SmgWorker:
             except Exception:  # whatever it was, engines must still be looked after
                 log.exception("looking after the engines failed")
 
-    async def _until_registered(self, timeout_s: float) -> list[str]:
-        """Reconcile until SMG has every engine that is wanted and no other. Returns those that it lacks."""
+    async def _until_registered(self, timeout_s: float, awaited: Sequence[str]) -> list[str]:
+        """Reconcile, at least once, until SMG has the awaited engines. Returns those that it lacks."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             with contextlib.suppress(EngineError):
                 await self._reconcile()
-            missing = [url for url in self._wanted if url not in self._joined]
+            missing = [url for url in awaited if url not in self._joined]
             if not missing or asyncio.get_running_loop().time() > deadline:
                 return missing
             await asyncio.sleep(REGISTER_POLL_S)
@@ -195,13 +195,14 @@ class SmgWorker:
         """One step from what SMG has to what it should have. Raises EngineError when SMG does not answer."""
         async with self._reconciling:
             wanted = list(self._wanted)
-            looks = dict(zip(wanted, await asyncio.gather(*(self._look(url) for url in wanted)), strict=True))
-            listed = await self._smg.engines()
             self._forget(wanted)
+            listed = await self._smg.engines()
             for url, row in listed.items():
-                if url not in looks:
+                if url not in wanted:
                     await self._take_out(url, row, "it left the serving set")
-                elif looks[url].there is False:
+            looks = dict(zip(wanted, await asyncio.gather(*(self._look(url) for url in wanted)), strict=True))
+            for url, row in listed.items():
+                if url in looks and looks[url].there is False:
                     self._times_left_out += not row.draining
                     self._waits[url] = "it refuses connections"
                     await self._take_out(url, row, "it refuses connections")

@@ -1,54 +1,152 @@
-"""What a real SGLang answers to the calls that RL360 makes: one JSON document, for the stand-in and the docs.
+"""What a real SGLang answers to the calls that RL360 makes: one JSON document, for the stand-in of the tests.
 
-In: the server's URL. Out: on standard output, a list of {call, request, status, reply}. Only the standard library.
+    python benchmarks/h200/record_sglang.py URL > FILE
+    python benchmarks/h200/record_sglang.py --model FOLDER --extra "FLAGS" --logs DIR --out FILE    starts one itself
+
+In: a server that nobody else uses. Out: a list of {call, request, status, s, reply, situation}, in the order of the
+calls; `situation` says what went on meanwhile. The last calls leave the server unusable, which is part of the record.
+Reading from a URL needs only the standard library.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
+SETTLE_S = 1.0  # for running requests to be really running
 CODE_BLOCK = r"```[^\n]*\n[\s\S]*?\n```"
-PROMPT = [1, 4093, 198, 28, 253, 1672]  # any ids will do
+PROMPT = [1, 40, 198, 28, 253, 167]  # any ids will do
+GREEDY = {"max_new_tokens": 4, "temperature": 0.0}
+SAMPLED = {"max_new_tokens": 4, "temperature": 1.0}
+LONG = {"max_new_tokens": 1500, "temperature": 1.0, "ignore_eos": True}
 
-CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
+IDLE: list[tuple[str, str, dict[str, Any] | None]] = [
     ("GET", "/health", None),
     ("GET", "/model_info", None),
     ("GET", "/server_info", None),
-    ("POST", "/generate", {"sampling_params": {"max_new_tokens": 4, "temperature": 1.0, "sampling_seed": 7}}),
-    ("POST", "/generate", {"sampling_params": {"max_new_tokens": 4, "temperature": 0.0}}),
-    ("POST", "/generate", {"sampling_params": {"max_new_tokens": 4, "temperature": 1.0, "stop_regex": CODE_BLOCK}}),
-    ("POST", "/generate", {"sampling_params": {"max_new_tokens": 4, "temperature": 1.0, "stop": ["\n"]}}),
+    ("POST", "/generate", {"sampling_params": {**SAMPLED, "sampling_seed": 7}}),
+    ("POST", "/generate", {"sampling_params": GREEDY}),
+    ("POST", "/generate", {"sampling_params": {**SAMPLED, "stop_regex": CODE_BLOCK}}),
+    ("POST", "/generate", {"sampling_params": {**SAMPLED, "stop": ["\n"]}}),
     ("POST", "/generate", {"sampling_params": {"max_new_tokens": 0}}),
     ("POST", "/generate", {"sampling_params": {"no_such_field": 1}}),
+    ("POST", "/generate", {"sampling_params": {"temperature": -1}}),
+    ("POST", "/generate", {"input_ids": None}),
+    ("POST", "/generate", {"input_ids": [3] * 200_000}),
     ("POST", "/flush_cache", {}),
-    ("POST", "/pause_generation", {"mode": "abort"}),
-    ("GET", "/health", None),
-    ("POST", "/continue_generation", {}),
     ("POST", "/abort_request", {"rid": "none", "abort_all": False}),
+    ("POST", "/abort_request", {"rid": "", "abort_all": False}),
+    ("POST", "/pause_generation", {"mode": "gently"}),
     ("POST", "/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": "9"}),
+    ("POST", "/update_weights_from_disk", {"model_path": "MODEL", "weight_version": "3", "flush_cache": True}),
+    ("POST", "/update_weights_from_disk", {"model_path": "MODEL", "flush_cache": False}),
     ("GET", "/model_info", None),
+    ("POST", "/update_weight_version", {"new_version": "4", "abort_all_requests": False}),
+    ("GET", "/model_info", None),
+    ("POST", "/weights_checker", {"action": "checksum"}),
+    ("POST", "/weights_checker", {"action": "no_such_action"}),
+    ("POST", "/get_weights_by_name", {"name": "model.norm.weight", "truncate_size": 4}),
+    ("POST", "/destroy_weights_update_group", {"group_name": "no_such_group"}),
+    ("POST", "/init_weights_update_group", {"master_address": "127.0.0.1"}),
+    ("GET", "/no_such_path", None),
+]
+MEMORY: list[tuple[str, str, dict[str, Any] | None]] = [
+    ("POST", "/release_memory_occupation", {"tags": ["kv_cache"]}),
+    ("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]}),
+    ("POST", "/generate", {"sampling_params": GREEDY}),
+]
+# What the scheduler does not catch: after one of these the server may be gone.
+FATAL: list[tuple[str, str, dict[str, Any] | None]] = [
+    (
+        "POST",
+        "/update_weights_from_distributed",
+        {"names": ["model.norm.weight"], "dtypes": ["bfloat16"], "shapes": [[1]], "group_name": "no_such_group"},
+    ),
+    ("GET", "/health", None),
+    ("POST", "/update_weights_from_tensor", {"serialized_named_tensors": ["bm8="], "load_format": "flattened_bucket"}),
+    ("GET", "/health", None),
 ]
 
 
-def main() -> None:
-    found = []
-    for method, path, body in CALLS:
+class Recorder:
+    def __init__(self, url: str, model: str) -> None:
+        self._url = url
+        self._model = model
+        self._found: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None, situation: str = "idle") -> None:
         if path == "/generate" and body is not None:
-            body = {"input_ids": PROMPT, "return_logprob": True, "stream": False, "rid": f"r{len(found)}", **body}
+            rid = f"r{time.monotonic_ns()}"
+            body = {"input_ids": PROMPT, "return_logprob": True, "stream": False, "rid": rid, **body}
+        if body is not None and body.get("model_path") == "MODEL":
+            body = {**body, "model_path": self._model}
         began = time.monotonic()
-        status, reply = call(sys.argv[1] + path, method, body)
-        seconds = round(time.monotonic() - began, 3)
-        found.append({"call": f"{method} {path}", "request": body, "status": status, "s": seconds, "reply": reply})
-    json.dump(found, sys.stdout, indent=1)
+        status, reply = send(self._url + path, method, body)
+        row = {"call": f"{method} {path}", "request": shortened(body), "status": status, "situation": situation}
+        row |= {"s": round(time.monotonic() - began, 3), "reply": reply}
+        with self._lock:
+            self._found.append(row)
+
+    def all(self) -> list[dict[str, Any]]:
+        for method, path, body in IDLE:
+            self.call(method, path, body)
+        for mode in ("abort", "retract", "in_place"):
+            self._paused(mode)
+        self._aborted()
+        for method, path, body in MEMORY:
+            self.call(method, path, body, "after a release of memory")
+        for method, path, body in FATAL:
+            self.call(method, path, body, "last")
+        return self._found
+
+    def _paused(self, mode: str) -> None:
+        """A pause under two running requests, with one that comes later; what works meanwhile, and for how long."""
+        running = [self._start(LONG, f"running into a pause, {mode}") for _ in range(2)]
+        time.sleep(SETTLE_S)
+        self.call("POST", "/flush_cache", {}, "two requests run")
+        self.call("POST", "/pause_generation", {"mode": mode}, "two requests run")
+        later = self._start(GREEDY, f"sent into a pause, {mode}")
+        for method, path, body in (
+            ("GET", "/health", None),
+            ("GET", "/model_info", None),
+            ("GET", "/server_info", None),
+            ("POST", "/weights_checker", {"action": "checksum"}),
+            ("POST", "/update_weight_version", {"new_version": "5", "abort_all_requests": False}),
+            ("POST", "/flush_cache", {}),
+        ):
+            self.call(method, path, body, f"paused, {mode}")
+        self.call("POST", "/continue_generation", {}, f"paused, {mode}")
+        later.join()
+        if mode != "abort":
+            self.call("POST", "/abort_request", {"rid": "", "abort_all": True}, f"after a pause, {mode}")
+        for thread in running:
+            thread.join()
+
+    def _aborted(self) -> None:
+        running = self._start({**LONG}, "aborted by its id", rid="to-abort")
+        time.sleep(SETTLE_S)
+        self.call("POST", "/abort_request", {"rid": "to-abort", "abort_all": False}, "one request runs")
+        running.join()
+
+    def _start(self, params: dict[str, Any], situation: str, **more: str) -> threading.Thread:
+        body = {"sampling_params": params, **more}
+        thread = threading.Thread(target=self.call, args=("POST", "/generate", body, situation))
+        thread.start()
+        return thread
 
 
-def call(url: str, method: str, body: dict[str, Any] | None) -> tuple[int, Any]:
+def send(url: str, method: str, body: dict[str, Any] | None) -> tuple[int, Any]:
+    """(status, decoded reply); status 0: no answer."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
@@ -60,17 +158,63 @@ def call(url: str, method: str, body: dict[str, Any] | None) -> tuple[int, Any]:
         return 0, repr(error)
 
 
+def shortened(body: dict[str, Any] | None) -> dict[str, Any] | None:
+    long = body is not None and isinstance(body.get("input_ids"), list) and len(body["input_ids"]) > 100
+    return body if body is None or not long else {**body, "input_ids": f"{len(body['input_ids'])} ids"}
+
+
 def decoded(data: bytes) -> Any:
-    """The reply, with long lists cut: server_info of a real server is pages."""
+    """The reply, with long parts cut: server_info of a real server is pages, checksums of a model are hundreds."""
     try:
         value = json.loads(data)
     except ValueError:
         return data.decode(errors="replace")[:2000]
-    return (
-        {k: v for k, v in value.items() if not isinstance(v, dict | list) or len(json.dumps(v)) < 2000}
-        if isinstance(value, dict)
-        else value
+    if not isinstance(value, dict):
+        return value
+    for rank in value.get("ranks") or []:
+        rank["checksums"] = dict(list(rank["checksums"].items())[:20])
+    kept = ("meta_info", "output_ids", "ranks")
+    return {k: v for k, v in value.items() if k in kept or not isinstance(v, dict | list) or len(json.dumps(v)) < 2000}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("url", nargs="?", help="of a server that runs; its model is read from /model_info")
+    parser.add_argument("--model", type=Path, help="HF folder: start a server with the fleet's code")
+    parser.add_argument("--command", default=f"{sys.executable} -m sglang.launch_server")
+    parser.add_argument("--extra", default="")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--context-length", type=int, default=2048)
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/rl360-record"))
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.url:
+        info = send(arguments.url + "/model_info", "GET", None)[1]
+        found = Recorder(arguments.url, info["model_path"]).all()
+    else:
+        found = _start_and_record(arguments)
+    text = json.dumps(found, indent=1) + "\n"
+    (arguments.out.write_text if arguments.out else sys.stdout.write)(text)
+
+
+def _start_and_record(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    from rl360.serving.command import ServerFlags, launches
+    from rl360.serving.fleet import Fleet, WatchSettings
+
+    flags = ServerFlags(
+        arguments.model,
+        arguments.context_length,
+        command=tuple(shlex.split(arguments.command)),
+        dtype=arguments.dtype,
+        extra_args=tuple(shlex.split(arguments.extra)),
+        memory_saver="sglang" in arguments.command,
     )
+    fleet = Fleet(launches(flags, 1, 0, []), arguments.logs, WatchSettings(health_interval_s=3600.0, max_restarts=0))
+    (url,) = fleet.start()
+    try:
+        return Recorder(url, str(arguments.model)).all()
+    finally:
+        fleet.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Weights of an 8B to SGLang: `ipc` on one H200 that both sides share; `nccl` where there is a second one.
+#
+#   bash benchmarks/h200/weight_sync.sh       results under $OUT
+source "$(dirname "$0")/unpack.sh"
+out=${OUT:?a folder for results}
+work=/tmp/rl360/weight_sync
+mkdir -p "$work"
+python3 benchmarks/h200/shapes.py qwen3_8b "$RL360_MODELS/smollm2_135m" "$work/qwen3_8b"
+common="--attention-backend triton --sampling-backend pytorch --grammar-backend none --cuda-graph-max-bs-decode 64"
+status=0
+# Memory of one H200, GiB: trainer's weights 15, the server and the one that is started from the export 40 each.
+for sync in ipc disk; do
+    python3 benchmarks/weight_sync.py --model "$work/qwen3_8b" --sync "$sync" --device 0 --trainer-device 0 \
+        --extra "$common --mem-fraction-static 0.3" --work "$work/$sync" --out "$out/sync-8b-$sync.json" || status=$?
+done
+if [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
+    python3 benchmarks/weight_sync.py --model "$work/qwen3_8b" --sync nccl --device 1 --trainer-device 0 \
+        --extra "$common --mem-fraction-static 0.3" --work "$work/nccl" --out "$out/sync-8b-nccl.json" || status=$?
+fi
+for sync in ipc disk nccl; do
+    for folder in logs logs-cold; do
+        for file in "$work/$sync/$folder"/*.log; do
+            [ -f "$file" ] && tail -c 100000 "$file" > "$out/$sync-$folder-$(basename "$file")" || true
+        done
+    done
+done
+exit $status

@@ -1,0 +1,251 @@
+"""Seconds to bring a trainer's weights to servers, by every transport, and whether what arrives is what was sent.
+
+    python benchmarks/weight_sync.py --model FOLDER --sync ipc --out FILE          one GPU, shared by both sides
+    python benchmarks/weight_sync.py --model FOLDER --sync nccl --trainer-device 1 --device 0
+
+The trainer is a decoder with random weights that change before each sync; servers are a fleet, started with random
+weights of their own. Requests run meanwhile, so that the stall is one that sessions would see. Afterwards the weights
+are exported, a server is started from the export, and both must report the same hashes and the same greedy logprobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+BARS_S = {"ipc": 1.0, "nccl": 2.0}  # transfer_s of an 8B, the project's
+PROMPT = [1, 40, 198, 28, 253, 167]  # any ids that every vocabulary has
+CHANGE = 1e-3  # standard deviation of what a "step" adds to each weight
+
+
+class RandomTrainer:
+    """Random weights on one device, without an optimizer."""
+
+    def __init__(self, folder: Path, device: str, dtype: str) -> None:
+        import torch
+
+        from rl360.models.decoder import Decoder
+        from rl360.models.loading import read_config
+
+        self.folder = folder
+        self.version = 0
+        torch.set_default_dtype(getattr(torch, dtype))
+        with torch.device(device):
+            self.decoder = Decoder(read_config(folder)).requires_grad_(False)
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        for name, parameter in self.decoder.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 0.02)
+
+    def step(self) -> int:
+        import torch
+
+        for parameter in self.decoder.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=CHANGE)
+        self.version += 1
+        return self.version
+
+    def publish(self, folder: Path) -> Path:
+        from rl360.models.loading import save_hf
+
+        return save_hf(self.decoder, folder, self.folder)
+
+
+def main() -> int:
+    arguments = _arguments()
+    found = _measure(arguments)
+    text = json.dumps(found, indent=1)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="HF folder; its weights are not read")
+    parser.add_argument("--sync", choices=("disk", "ipc", "nccl"), required=True)
+    parser.add_argument("--command", default=f"{sys.executable} -m sglang.launch_server")
+    parser.add_argument("--extra", default="", help="more flags of the servers")
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", action="append", default=[], help="GPU of a server, by number")
+    parser.add_argument("--trainer-device", default="0", help="GPU by number, or cpu")
+    parser.add_argument("--bucket-gib", type=float, default=1.0)
+    parser.add_argument("--context-length", type=int, default=4096)
+    parser.add_argument("--syncs", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=32, help="running during each sync; 0: none")
+    parser.add_argument("--no-parity", action="store_true", help="skip the server that is started from the export")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/rl360-weight-sync"))
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from rl360.weight_sync.sync import FleetSync
+
+    device = arguments.trainer_device if arguments.trainer_device == "cpu" else f"cuda:{arguments.trainer_device}"
+    fleet = _fleet(arguments, arguments.model, arguments.servers, "dummy")
+    began = time.monotonic()
+    urls = fleet.start()
+    start_s = time.monotonic() - began
+    try:
+        trainer = RandomTrainer(arguments.model, device, arguments.dtype)
+        num_bytes = sum(p.numel() * p.element_size() for p in trainer.decoder.parameters())
+        sync = FleetSync(fleet, _transport(arguments, device), _make_engine)
+        rows = []
+        for number in range(arguments.syncs + 1):  # the first makes groups and compiles the hash's kernel
+            version = trainer.step()
+            with _Load(urls, arguments.requests) as load:
+                report = sync.sync(trainer, version)
+            row = {"transfer_s": report.transfer_s, "stall_s": report.stall_s, **asdict(sync.timing)}
+            row = {name: round(value, 4) for name, value in row.items()}
+            rows.append(
+                {**row, "confirmed": len(report.confirmed), "interrupted": load.interrupted, "first": number == 0}
+            )
+            print(rows[-1], flush=True)
+        parity = None if arguments.no_parity else _parity(arguments, trainer, urls)
+        sync.close()
+    finally:
+        fleet.close()
+    timed = rows[1:]
+    transfer_s = statistics.median(row["transfer_s"] for row in timed)
+    return {
+        "model": arguments.model.name,
+        "sync": arguments.sync,
+        "servers": arguments.servers,
+        "gib": round(num_bytes / 2**30, 2),
+        "bucket_gib": arguments.bucket_gib,
+        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+        "server_start_s": round(start_s, 1),
+        "transfer_s": transfer_s,
+        "stall_s": statistics.median(row["stall_s"] for row in timed),
+        "gib_per_s": round(num_bytes / 2**30 / transfer_s, 1),
+        "bar_s": BARS_S.get(arguments.sync),
+        "parity": parity,
+        "syncs": rows,
+    }
+
+
+def _fleet(arguments: argparse.Namespace, model: Path, servers: int, load_format: str | None) -> Any:
+    from rl360.serving.command import ServerFlags, launches
+    from rl360.serving.fleet import Fleet, WatchSettings
+
+    flags = ServerFlags(
+        model,
+        arguments.context_length,
+        command=tuple(shlex.split(arguments.command)),
+        dtype=arguments.dtype,
+        load_format=load_format,
+        extra_args=tuple(shlex.split(arguments.extra)),
+    )
+    logs = arguments.work / ("logs" if load_format else "logs-cold")
+    return Fleet(launches(flags, servers, 0, arguments.device), logs, WatchSettings(health_interval_s=3600.0))
+
+
+def _transport(arguments: argparse.Namespace, device: str) -> Any:
+    from rl360.weight_sync.transports import BroadcastTransport, DiskTransport, HandleTransport
+
+    bucket_bytes = int(arguments.bucket_gib * 2**30)
+    if arguments.sync == "disk":
+        return DiskTransport(arguments.work / "weights", arguments.dtype)
+    if arguments.sync == "ipc":
+        return HandleTransport(bucket_bytes, arguments.dtype)
+    return BroadcastTransport(bucket_bytes, arguments.dtype, "gloo" if device == "cpu" else "nccl")
+
+
+def _make_engine(url: str) -> Any:
+    from rl360.weight_sync.engine import WeightEngine
+
+    return WeightEngine(url, request_timeout_s=600)
+
+
+class _Load:
+    """Requests that run until the block ends; counts those that were cut off and would be resumed."""
+
+    def __init__(self, urls: tuple[str, ...], requests: int) -> None:
+        self._sends = [(urls[number % len(urls)], number) for number in range(requests)]
+        self._done = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.interrupted = 0
+
+    def __enter__(self) -> _Load:
+        self._threads = [threading.Thread(target=self._ask, args=send, daemon=True) for send in self._sends]
+        for thread in self._threads:
+            thread.start()
+        if self._threads:
+            time.sleep(1.0)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        for url in {url for url, _ in self._sends}:
+            _post(url + "/abort_request", {"abort_all": True, "rid": ""})
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, url: str, number: int) -> None:
+        params = {"max_new_tokens": 2000, "temperature": 1.0, "ignore_eos": True, "sampling_seed": number + 1}
+        while not self._done.is_set():
+            body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}
+            reply = _post(url + "/generate", body)
+            self.interrupted += reply["meta_info"]["finish_reason"]["type"] == "abort" and not self._done.is_set()
+            time.sleep(0.05)
+
+
+def _parity(arguments: argparse.Namespace, trainer: RandomTrainer, urls: tuple[str, ...]) -> dict[str, Any]:
+    """The synced servers against one that is started from the export."""
+    synced = [_view(url) for url in urls]
+    export = trainer.publish(arguments.work / "export")
+    cold_fleet = _fleet(arguments, export, 1, None)
+    (cold_url,) = cold_fleet.start()
+    try:
+        cold = _view(cold_url)
+    finally:
+        cold_fleet.close()
+    differences = [max(abs(a - b) for a, b in zip(one["logprobs"], cold["logprobs"], strict=True)) for one in synced]
+    return {
+        "hashes_equal": all(one["hash"] == cold["hash"] for one in synced),
+        "greedy_ids_equal": all(one["ids"] == cold["ids"] for one in synced),
+        "logprob_difference_max": max(differences),
+    }
+
+
+def _view(url: str) -> dict[str, Any]:
+    params = {"max_new_tokens": 64, "temperature": 0.0, "ignore_eos": True}
+    reply = _post(url + "/generate", {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True})
+    rows = reply["meta_info"]["output_token_logprobs"]
+    checked = _post(url + "/weights_checker", {"action": "checksum"})
+    return {
+        "hash": checked["per_engine_checksum"],
+        "ids": reply["output_ids"],
+        "logprobs": [row[0] for row in rows],
+    }
+
+
+def _post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=600) as reply:
+            return json.loads(reply.read() or b"{}")
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"{url}: {error.code} {error.read()[:500]!r}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

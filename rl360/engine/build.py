@@ -63,6 +63,7 @@ def build(
             seed=config.seed,
             model_dir=model_dir(config),
             random_init_seed=config.seed if config.model.random_init else None,
+            log_dir=run_dir / "logs",
         )
         stack.callback(trainer.close)
         trainer.start()

@@ -3,7 +3,7 @@
 In: requests (`submit`), control (`pause`, `abort`, `drain`, `set_version`), from any thread. Out: finished requests,
 through their callbacks on the engine's own thread. One step is one forward pass over the next token of every running
 row and a bounded number of prompt tokens; requests join and leave between steps. HTTP is left to
-rl360.gateway.embedded.server, the choice of tokens to .sampling, memory to .kv_cache.
+rl360.gateway.embedded.server, the choice of tokens to .sampling, rows to .rows, memory to .kv_cache.
 
 Nothing of the model is copied. `drain` keeps the engine still while the trainer changes the weights, and `set_version`
 then gives up every cached key and value, because they belong to the old ones.
@@ -25,8 +25,9 @@ from torch import Tensor
 
 from rl360.errors import CheckpointError
 from rl360.gateway.embedded.attention import StepAttention
-from rl360.gateway.embedded.kv_cache import MIN_SHARED_TOKENS, KVCache, shared_prefix
+from rl360.gateway.embedded.kv_cache import KVCache
 from rl360.gateway.embedded.request import Request
+from rl360.gateway.embedded.rows import Rows
 from rl360.gateway.embedded.sampling import SamplingParams, sample, uniforms
 from rl360.gateway.embedded.stops import StopWatch, read_tokenizer
 from rl360.models.decoder import Decoder
@@ -71,7 +72,8 @@ class EmbeddedEngine:
         self._num_threads = num_threads
         self._submitted = 0
 
-        self._running: list[Request] = []  # index = row; rows that are decoding come first
+        self._rows = Rows(self._cache, reuses=not deterministic)
+        self._running = self._rows.requests  # index = row; rows that are decoding come first
         self._waiting: list[Request] = []  # first come, first served
         self._paused = False
         self._closing = False
@@ -254,7 +256,7 @@ class EmbeddedEngine:
             chosen += [self._running[row] for row in rows]
             for request in chosen:
                 request.finish_reason = {"type": "abort", "message": message, "status_code": None, "err_type": None}
-            self._leave(rows)
+            self._rows.leave(rows)
             for request in chosen:
                 request.on_finish()
             return len(chosen)
@@ -353,7 +355,7 @@ class EmbeddedEngine:
                 if not self._waiting:  # rows that nobody waits for can make room
                     self._cache.shrink([r.computed for r in self._running], batch[row].computed)
                 self._cache.keep(row, batch[row].tokens[: batch[row].computed])
-        self._leave(finished)
+        self._rows.leave(finished)
         for request in requests:
             if request.finish_reason is not None:
                 request.on_finish()
@@ -368,77 +370,20 @@ class EmbeddedEngine:
         for request in waiting:
             if len(self._running) >= self.max_running_requests:
                 break
-            if self._follows_a_prefill(request):
+            if self._rows.follows_a_prefill(request):
                 continue  # a step or two later it copies what is being computed now
             width = max([request.reserve, *(r.reserve for r in self._running)])
             wanted = len(self._running) + len(waiting) - len(admitted)
             lengths = [r.computed for r in self._running]
             if not self._cache.reserve(len(self._running) + 1, width, wanted, lengths):
                 break  # first come, first served: a smaller one behind it waits too, so that none starves
-            self._join(request)
+            self._rows.join(request)
             admitted.append(request)
         if admitted:
             with self._wake:
                 self._waiting = [r for r in self._waiting if r not in admitted]
 
-    def _follows_a_prefill(self, request: Request) -> bool:
-        """Whether more of this request's beginning is being computed for another than is there already."""
-        if self.deterministic:
-            return False
-        tokens = request.tokens[: request.length]
-        for other in self._running:
-            if not other.decoding:
-                shared = shared_prefix(other.tokens[: other.length], tokens)
-                if shared >= other.computed + MIN_SHARED_TOKENS:
-                    return True
-        return False
-
-    def _join(self, request: Request) -> None:
-        row = len(self._running)
-        reused = 0 if self.deterministic else self._reuse(request, row)
-        request.computed = reused
-        if not request.started:
-            request.started = True
-            request.cached_tokens = reused
-        self._running.append(request)
-        front = sum(r.decoding for r in self._running[:row])
-        if request.decoding and front < row:  # decoding rows stay in front of those still in their prompt
-            other = self._running[front]
-            self._cache.swap_rows(front, row, max(other.computed, request.computed))
-            self._running[front], self._running[row] = request, other
-
-    def _reuse(self, request: Request, row: int) -> int:
-        """Copy the longest known beginning into the row. Returns its length; the last token is always computed."""
-        tokens = request.tokens[: request.length - 1]
-        source, shared = None, 0
-        for index, other in enumerate(self._running):
-            size = shared_prefix(other.tokens[: other.computed], tokens)
-            if size > shared:
-                source, shared = index, size
-        kept, kept_size = self._cache.find(tokens)
-        if max(shared, kept_size) < MIN_SHARED_TOKENS:
-            return 0
-        if kept is not None and kept_size > shared:
-            self._cache.restore(kept, row, kept_size)
-            return kept_size
-        assert source is not None
-        self._cache.copy_row(source, row, shared)
-        return shared
-
-    def _leave(self, rows: list[int]) -> None:
-        """Take rows out; the last decoding row, and then the last row of all, fill the gap."""
-        for row in sorted(rows, reverse=True):
-            last_decoding = sum(r.decoding for r in self._running) - 1
-            gaps = [row] if row >= last_decoding else [row, last_decoding]
-            for gap, filler in zip(gaps, [*gaps[1:], len(self._running) - 1], strict=True):
-                self._cache.copy_row(filler, gap, self._running[filler].computed)
-                self._running[gap] = self._running[filler]
-            self._running.pop()
-
     def _retract_all(self) -> None:
-        retracted, self._running = self._running, []
-        for request in retracted:
-            request.computed = 0
-            request.retractions += 1
+        retracted = self._rows.retract_all()
         with self._wake:
             self._waiting = retracted + self._waiting

@@ -220,7 +220,7 @@ class Roofline:
     def __init__(self, shape: DecoderConfig, args: argparse.Namespace, rank: int) -> None:
         self.shape, self.args = shape, args
 
-    def measure(self, case: Case) -> dict[str, float]:
+    def measure(self, lengths: tuple[int, ...]) -> dict[str, float]:
         """Milliseconds of one micro-batch on one rank, by part; forward and backward together."""
         import torch
 
@@ -229,8 +229,8 @@ class Roofline:
         shape, args = self.shape, self.args
         device, kind = torch.device("cuda", 0), torch.bfloat16
         tensor, context = args.tensor_parallel, args.context_parallel
-        tokens = sum(case.lengths) // context
-        predicting = sum(n - max(1, int(n * args.prompt_share)) for n in case.lengths) // context
+        tokens = sum(lengths) // context
+        predicting = sum(n - max(1, int(n * args.prompt_share)) for n in lengths) // context
         heads, kv_heads, width = shape.num_heads // tensor, shape.num_kv_heads // tensor, shape.head_dim
         products = {
             "qkv": (tokens, (heads + 2 * kv_heads) * width, shape.hidden_size),
@@ -246,13 +246,13 @@ class Roofline:
         found["products"] = sum(found.values())
 
         # One rank's queries: all of the sequences, or their last 1/context (late chunks see the most: scaled by pairs).
-        bounds = torch.tensor([0, *np.cumsum(case.lengths)], dtype=torch.int32, device=device)
+        bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
         q, k, v = (
-            torch.randn(sum(case.lengths), h, width, device=device, dtype=kind, requires_grad=True)
+            torch.randn(sum(lengths), h, width, device=device, dtype=kind, requires_grad=True)
             for h in (heads, kv_heads, kv_heads)
         )
         toward = torch.randn_like(q)
-        longest = max(case.lengths)
+        longest = max(lengths)
 
         def forward() -> Any:
             return attend_varlen(q, k, v, bounds, bounds, longest, longest)
@@ -301,13 +301,13 @@ def measured_rooflines(shape: DecoderConfig, args: argparse.Namespace, scratch: 
     group = LocalWorkerGroup(
         f"{Path(__file__).stem}:Roofline",
         1,
-        {"shape": shape, "args": args},
+        {"shape": shape, "args": argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "cases"})},
         name="roofline",
         log_dir=scratch / "logs",
     )
     group.start()
     try:
-        return {case.name: asyncio.run(group.call(0, "measure", case, timeout_s=300)) for case in args.cases}
+        return {case.name: asyncio.run(group.call(0, "measure", case.lengths, timeout_s=300)) for case in args.cases}
     finally:
         group.close()
 

@@ -179,17 +179,18 @@ def _lay_out(planned: SequenceABC[_PlannedTree]) -> MicroBatch:
                 numbers.append(np.full(trained.size, len(numbers)))
     all_rows, all_temperatures = np.concatenate(rows), np.concatenate(temperatures)
     order = np.lexsort((all_temperatures, all_rows))
-    keys = np.stack((all_rows.astype(np.float64), all_temperatures.astype(np.float64)), axis=1)
-    unique, slots = np.unique(keys[order], axis=0, return_inverse=True)
+    all_rows, all_temperatures = all_rows[order], all_temperatures[order]
+    is_first = np.ones(all_rows.size, dtype=bool)  # of the tokens predicted from one position at one temperature
+    is_first[1:] = (all_rows[1:] != all_rows[:-1]) | (all_temperatures[1:] != all_temperatures[:-1])
     return MicroBatch(
         token_ids_N=np.concatenate(token_ids).astype(np.int64),
         positions_N=np.concatenate(positions),
         trees=tuple(
             Tree(t.prefix_length, tuple(b.inputs_T.size - t.prefix_length for b in t.branches)) for t in planned
         ),
-        rows_U=unique[:, 0].astype(np.int64),
-        temperatures_U=unique[:, 1].astype(np.float32),
-        slots_M=slots.reshape(-1).astype(np.int64),
+        rows_U=all_rows[is_first].astype(np.int64),
+        temperatures_U=all_temperatures[is_first],
+        slots_M=np.cumsum(is_first, dtype=np.int64) - 1,
         targets_M=np.concatenate(targets)[order].astype(np.int64),
         behaviour_M=np.concatenate(behaviour)[order],
         advantages_M=np.concatenate(advantages)[order],

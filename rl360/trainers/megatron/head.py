@@ -69,14 +69,12 @@ class HeadPredictions(Predictions):
             host = torch.from_numpy(np.ascontiguousarray(array))
             return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
-        pairs = np.stack((slots_M, targets_M), axis=1)
-        _, first, inverse = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
         return cls(
             temperatures_U=tensor(temperatures_U),
             slots_M=tensor(slots_M),
             targets_M=tensor(targets_M),
             host_slots_M=slots_M,
-            leaders_M=tensor(first[inverse.reshape(-1)].astype(np.int64)),
+            leaders_M=tensor(_leaders(slots_M, targets_M)),
         )
 
     @classmethod
@@ -90,6 +88,20 @@ class HeadPredictions(Predictions):
             predictions.targets_M.cpu().numpy(),
             device=predictions.slots_M.device,
         )
+
+
+def _leaders(slots_M: NDArray[np.int64], targets_M: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first token with the same position and target, of each token."""
+    itself = np.arange(slots_M.size)
+    if (np.diff(slots_M) > 0).all():  # as where prompts are not shared: one token a position
+        return itself
+    order = np.lexsort((itself, targets_M, slots_M))
+    slots, targets = slots_M[order], targets_M[order]
+    is_first = np.ones(order.size, dtype=bool)
+    is_first[1:] = (slots[1:] != slots[:-1]) | (targets[1:] != targets[:-1])
+    leaders = np.empty_like(itself)
+    leaders[order] = order[np.maximum.accumulate(np.where(is_first, itself, 0))]
+    return leaders
 
 
 @dataclass(frozen=True, slots=True)

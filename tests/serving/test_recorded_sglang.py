@@ -119,6 +119,8 @@ async def test_the_embedded_engine_has_the_recorded_statuses_and_fields(model: P
                 body = row["request"]
                 if path == "/generate":
                     body = {**body, "input_ids": IDS}
+                if path == "/health" and row["status"] == 503:
+                    continue  # paused, and recorded with a /health that generates: the fleet turns that off
                 async with client.request(method, url + path, json=body) as response:
                     assert (response.status == 200) == (row["status"] == 200), row["call"]
                     if path == "/generate" and row["status"] == 200:

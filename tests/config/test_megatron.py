@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import subprocess
 import sys
 
@@ -82,6 +83,15 @@ def test_the_option_brings_its_keys_and_no_others():
 )
 def test_a_wrong_key_is_named_with_where_it_belongs(overrides, text):
     assert problems_of(*overrides) == (text,)
+
+
+def test_the_trainers_constructor_takes_exactly_these_keys_with_their_defaults():
+    from rl360.trainers.megatron.trainer import MegatronTrainer
+
+    parameters = inspect.signature(MegatronTrainer).parameters.values()
+    own = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+    own |= {"betas": list(own["betas"]), "learning_rate": MegatronTrainerConfig.learning_rate}
+    assert own == {key: value for key, value in vars(MegatronTrainerConfig()).items() if key != "_target_"}
 
 
 def test_resolved_yaml_loads_to_the_same_config():

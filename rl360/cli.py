@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,6 +114,7 @@ def check(arguments: Sequence[str]) -> int:
         return _report(examined.problems) or _show_plan(examined, folder)
     points = _examined_points(request)
     if problems := [problem for _, examined in points for problem in examined.problems]:
+        _show_forecasts(examined for _, examined in points)
         return _report(problems)
     for index, (composed, examined) in enumerate(points):
         if len(points) > 1:
@@ -272,6 +273,13 @@ def _show_plan(examined: Examined, folder: Path | None) -> int:
     run_dir = folder or Path(config.output_dir or new_run_dir(config.paths.outputs, config.name)).absolute()
     print("\n".join(_launcher(examined).plan(config, examined.found, run_dir).lines()))
     return EXIT_FINE
+
+
+def _show_forecasts(points: Iterable[Examined]) -> None:
+    """The GPUs' forecast stands also where the plan does not: a login node has no GPU, and perhaps no weights."""
+    for examined in points:
+        if examined.found.gpu is not None:
+            print("\n".join([*examined.found.gpu.lines(), *(f"warning: {text}" for text in examined.found.warnings)]))
 
 
 def _launcher(examined: Examined):  # type: ignore[no-untyped-def]  # launchers import rl360, never the reverse

@@ -1,0 +1,288 @@
+"""What each hop costs: engines alone, SMG, the session proxy, and both, for the same requests.
+
+    python benchmarks/gateway.py --sessions 64 --turns 4 --tokens 100
+    python benchmarks/gateway.py --engine-urls http://host:30000 http://host:30001 --tokenizer models/qwen3_8b
+
+Without --engine-urls the engines are stubs in processes of their own, twice: at a pace (each request takes its tokens
+at 50 a second, however many are open), which is how an engine looks that is not short of anything, and without one,
+which shows how many turns a second each way can carry. The agents are in processes of their own too, asynchronous, and
+keep every session busy. Each way gets the same prompts (as ids, or as the messages that become those ids), with
+logprobs, and the same number of new tokens. Prints tokens/s and turns/s of each way and the ratio to the engines alone.
+
+On a machine with few cores engines, agents, proxy and SMG share them: the unpaced figures are then of all together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TOKENS_PER_S = 50.0  # of one paced session
+TASK = "There is a small repository in /app. Its tests fail. Find out why, repair it, and say when you are done. "
+OBSERVATION = "exit=0\n" + "drwxr-xr-x 2 agent agent 4096 src/module.py  def function(x): return x + 1\n" * 5
+HOST = "127.0.0.1"
+
+
+def run_engine(channel: Connection, pool: list[int], eos: int) -> None:
+    """/generate with SGLang's fields, and the little that SMG asks of an engine."""
+    from aiohttp import web
+
+    wanted, state = re.compile(rb'"max_new_tokens": ?(\d+)'), {"paced": True}
+
+    async def generate(request: web.Request) -> web.Response:
+        found = wanted.search(await request.read())
+        assert found is not None
+        count, start = int(found[1]), random.randrange(len(pool))
+        ids = [*(pool[(start + i) % len(pool)] for i in range(count - 1)), eos]
+        meta = {
+            "id": "x",
+            "finish_reason": {"type": "stop", "matched": eos},
+            "output_token_logprobs": [[-0.5, token, None] for token in ids],
+            "prompt_tokens": 0,
+            "completion_tokens": count,
+            "cached_tokens": 0,
+            "weight_version": "0",
+        }
+        if state["paced"]:
+            await asyncio.sleep(count / TOKENS_PER_S)
+        return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
+
+    async def pace(request: web.Request) -> web.Response:
+        state["paced"] = (await request.read()) == b"on"
+        return web.Response()
+
+    async def info(request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "stub", "is_generation": True, "weight_version": "0"})
+
+    async def main() -> None:
+        app = web.Application(client_max_size=2**28)
+        app.router.add_post("/generate", generate)
+        app.router.add_post("/pace", pace)
+        for path in ("/health", "/model_info", "/server_info"):
+            app.router.add_get(path, info)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, HOST, 0, backlog=1024).start()
+        channel.send(f"http://{HOST}:{runner.addresses[0][1]}")
+        await asyncio.Event().wait()
+
+    asyncio.run(main())
+
+
+def run_agents(channel: Connection) -> None:
+    """Answers ("chat", urls, turns) and ("generate", [(url, headers, bodies)]) with (seconds of each turn, tokens)."""
+    import aiohttp
+
+    async def chat(client: aiohttp.ClientSession, url: str, turns: int) -> tuple[list[float], int]:
+        messages: list[Any] = [{"role": "user", "content": TASK}]
+        seconds, tokens = [], 0
+        for _ in range(turns):
+            began = time.monotonic()
+            async with client.post(f"{url}/chat/completions", json={"messages": messages}) as response:
+                reply = json.loads(await response.read())
+            if response.status != 200:
+                raise RuntimeError(f"{url}: {response.status}: {reply}")
+            seconds.append(time.monotonic() - began)
+            tokens += reply["usage"]["completion_tokens"]
+            messages += [reply["choices"][0]["message"], {"role": "user", "content": OBSERVATION}]
+        return seconds, tokens
+
+    async def generate(
+        client: aiohttp.ClientSession, url: str, headers: dict[str, str], bodies: Sequence[bytes]
+    ) -> tuple[list[float], int]:
+        seconds, tokens = [], 0
+        for body in bodies:
+            began = time.monotonic()
+            async with client.post(f"{url}/generate", data=body, headers=headers) as response:
+                reply = json.loads(await response.read())
+            if response.status != 200:
+                raise RuntimeError(f"{url}: {response.status}: {reply}")
+            seconds.append(time.monotonic() - began)
+            tokens += len(reply["output_ids"])
+        return seconds, tokens
+
+    async def main() -> None:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=3600)) as client:
+            while (order := await asyncio.to_thread(channel.recv)) is not None:
+                if order[0] == "chat":
+                    work = [chat(client, url, order[2]) for url in order[1]]
+                else:
+                    work = [generate(client, *one) for one in order[1]]
+                done = await asyncio.gather(*work)
+                channel.send(([s for seconds, _ in done for s in seconds], sum(tokens for _, tokens in done)))
+
+    asyncio.run(main())
+
+
+class Bench:
+    """The processes of one measurement."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.context = multiprocessing.get_context("spawn")
+        self.processes: list[Any] = []
+        self.engine_urls: list[str] = list(arguments.engine_urls)
+        self.stubs = not self.engine_urls
+        self.prompts: list[list[list[int]]] = []  # [session][turn]: what the proxy sent
+
+    def start(self) -> None:
+        from rl360.gateway.tokenizer import TextTokenizer
+
+        tokenizer = TextTokenizer.from_folder(self.arguments.tokenizer)
+        pool = tokenizer.encode(OBSERVATION)
+        eos = min(tokenizer.eos_ids)
+        if self.stubs:
+            self.engine_urls = [self._spawn(run_engine, pool, eos).recv() for _ in range(self.arguments.engines)]
+        self.agents = [self._spawn(run_agents) for _ in range(self.arguments.agents)]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.terminate()
+            process.join()
+
+    def _spawn(self, target: Any, *args: Any) -> Connection:
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=target, args=(theirs, *args), daemon=True)
+        process.start()
+        self.processes.append(process)
+        return ours
+
+    async def pace(self, paced: bool) -> None:
+        import aiohttp
+
+        async with aiohttp.ClientSession() as client:
+            for url in self.engine_urls:
+                await client.post(f"{url}/pace", data=b"on" if paced else b"off")
+
+    def order(self, kind: str, work: Sequence[Any], *rest: Any) -> tuple[float, list[float], int]:
+        """(wall seconds, seconds of each turn, tokens) of all agents together."""
+        began = time.monotonic()
+        for index, agent in enumerate(self.agents):
+            agent.send((kind, work[index :: len(self.agents)], *rest))
+        answers = [agent.recv() for agent in self.agents]
+        wall_s = time.monotonic() - began
+        return wall_s, [s for seconds, _ in answers for s in seconds], sum(tokens for _, tokens in answers)
+
+    async def through_proxy(self, kind: str, folder: Path) -> tuple[float, list[float], int]:
+        from rl360.engine.workers import LocalWorkerGroup
+        from rl360.gateway.direct import DirectGateway
+        from rl360.gateway.smg import SmgGateway
+        from rl360.types import AttemptSpec, Sampling, Task
+
+        def make_workers(target: str, size: int, kwargs: Any, name: str) -> LocalWorkerGroup:
+            return LocalWorkerGroup(target, size, kwargs, name=name, log_dir=folder / kind)
+
+        cls = DirectGateway if kind == "direct" else SmgGateway
+        gateway: Any = cls(
+            engine_urls=self.engine_urls,
+            tokenizer_dir=self.arguments.tokenizer,
+            worker_group_factory=make_workers,
+            log_dir=folder / kind,
+            request_timeout_s=600.0,
+        )
+        await gateway.start()
+        try:
+            sampling = Sampling(max_new_tokens=self.arguments.tokens, max_context_tokens=10**6, max_turns=10**6)
+            task = Task("bench", Path(), (), "")
+            specs = [AttemptSpec(f"{kind}{i}", "g", 0, task, sampling, i) for i in range(self.arguments.sessions)]
+            urls = [await gateway.open(spec) for spec in specs]
+            result = await asyncio.to_thread(self.order, "chat", urls, self.arguments.turns)
+            sessions = [await gateway.close_session(spec.try_id) for spec in specs]
+        finally:
+            await gateway.close()
+        if not self.prompts:
+            self.prompts = [_prompts(session) for session in sessions]
+        return result
+
+    async def ids(self, urls: Sequence[str], key: str = "") -> tuple[float, list[float], int]:
+        """The same prompts as ids, to the engines or to SMG."""
+        from rl360.gateway.engine_client import generate_body
+        from rl360.gateway.generation import sampling_params
+        from rl360.gateway.smg_route import routing_key
+        from rl360.types import Sampling
+
+        work = []
+        for index, turns in enumerate(self.prompts):
+            params = sampling_params(Sampling(), self.arguments.tokens, index)
+            run = f"{len(urls)}-{time.monotonic_ns()}"
+            bodies = [generate_body(prompt, params, f"{run}.{index}.{turn}") for turn, prompt in enumerate(turns)]
+            headers = {"Content-Type": "application/json", **routing_key(f"{run}.{index}")}
+            work.append(
+                (urls[index % len(urls)], {**headers, **({"Authorization": f"Bearer {key}"} if key else {})}, bodies)
+            )
+        return await asyncio.to_thread(self.order, "generate", work)
+
+    async def through_smg(self, folder: Path) -> tuple[float, list[float], int]:
+        from rl360.gateway.ports import free_port
+        from rl360.gateway.smg_worker import SmgWorker
+
+        smg = SmgWorker(0, self.engine_urls, HOST, free_port(), free_port(), folder / "smg", smg_key="bench")
+        await smg.start()
+        try:
+            return await self.ids([smg.url()], "bench")
+        finally:
+            await smg.close()
+
+    async def measure(self, folder: Path, paced: bool) -> None:
+        if self.stubs:
+            await self.pace(paced)
+        found: dict[str, tuple[float, list[float], int]] = {}
+        found["proxy"] = await self.through_proxy("direct", folder)
+        found["proxy + smg"] = await self.through_proxy("smg", folder)
+        found["smg"] = await self.through_smg(folder)
+        found["engines"] = await self.ids(self.engine_urls)
+        rates = {name: tokens / wall_s for name, (wall_s, _, tokens) in found.items()}
+        print(f"{'paced' if paced else 'without a pace'}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+        for name in ("engines", "smg", "proxy", "proxy + smg"):
+            wall_s, seconds, _ = found[name]
+            print(
+                f"  {name:12} {rates[name]:9.0f} tokens/s  {len(seconds) / wall_s:7.1f} turns/s  a turn "
+                f"{1000 * statistics.median(seconds):7.0f} ms  ratio {rates[name] / rates['engines']:.3f}",
+                flush=True,
+            )
+
+
+def _prompts(session: Any) -> list[list[int]]:
+    """The prompt of each turn: the ids before each run of sampled ones."""
+    (segment,) = session.segments
+    ids, mask = segment.token_ids_T.tolist(), segment.loss_mask_T.tolist()
+    starts = [i for i, sampled in enumerate(mask) if sampled and not mask[i - 1]]
+    return [ids[:start] for start in starts]
+
+
+def main() -> None:
+    from rl360.models.fetch import default_models_dir
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--sessions", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=100, help="new tokens a turn")
+    parser.add_argument("--engines", type=int, default=2, help="stub engine processes")
+    parser.add_argument("--agents", type=int, default=2, help="processes that play the agents")
+    parser.add_argument("--engine-urls", nargs="*", default=[], help="real engines instead of stubs")
+    parser.add_argument("--tokenizer", type=Path, default=default_models_dir() / "smollm2_135m")
+    bench = Bench(parser.parse_args())
+    try:
+        bench.start()
+        with tempfile.TemporaryDirectory(prefix="rl360-gateway-") as folder:
+            for paced in (True, False) if bench.stubs else (False,):
+                asyncio.run(bench.measure(Path(folder), paced))
+    finally:
+        bench.stop()
+
+
+if __name__ == "__main__":
+    main()

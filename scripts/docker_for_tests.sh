@@ -106,7 +106,8 @@ if ! answers; then
     if ! answers; then
         [ "$(id -u)" = 0 ] || fail "no daemon answers, and starting one needs root"
         command -v dockerd >/dev/null || apt_install docker.io iptables || fail "apt-get install docker.io failed"
-        rm -f "$dir/dockerd.pid" "$socket"
+        # Networks of a daemon that was killed: 20.10 panics over a half-written one ("index out of range" in libnetwork).
+        rm -rf "$dir/dockerd.pid" "$socket" "$dir/data/network"
         say "starting dockerd"
         # The descriptors of the caller's pipe must not stay open in it: `eval "$(...)"` would wait for the daemon.
         setsid nice -n 5 dockerd --host "$DOCKER_HOST" --data-root "$dir/data" --exec-root "$dir/exec" --pidfile "$dir/dockerd.pid" \

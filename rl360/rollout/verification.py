@@ -25,7 +25,7 @@ from harbor.models.task.verifier_mode import (
 from harbor.trial.hooks import TrialEvent, TrialHookEvent
 from harbor.trial.trial import Trial
 
-from rl360.sandboxes.local.artifacts import Artifact
+from rl360.sandboxes.artifact_paths import Artifact
 
 _DEFAULT_WORKDIR = "/app"
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl360.sandboxes.artifact_paths import Artifact, problems_of
 from rl360.sandboxes.local import artifacts
-from rl360.sandboxes.local.artifacts import Artifact, ArtifactsTooLarge, Disk, carry, problems_of, resolve
+from rl360.sandboxes.local.artifacts import ArtifactsTooLarge, Disk, carry, resolve
 
 APP = Artifact("/app", required=True)
 

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from rl360.sandboxes.artifact_paths import Artifact
 from rl360.sandboxes.local import rootfs
-from rl360.sandboxes.local.artifacts import Artifact
 
 pytestmark = pytest.mark.sandbox
 

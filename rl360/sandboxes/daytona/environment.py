@@ -34,6 +34,7 @@ from harbor.trial.errors import EnvironmentStartTimeoutError
 from rl360.sandboxes.daytona import abilities, capacity
 from rl360.sandboxes.daytona.client import Account, MissingKey, install, patiently
 from rl360.sandboxes.docker.recipe import on_base
+from rl360.sandboxes.shared import smaller, wants_network
 
 _LONGEST_ARGUMENT = 100_000  # bytes; the kernel's limit of one argument is 128 KiB
 _MIB_PER_GIB = 1024  # the service counts memory and disk in whole GiB
@@ -103,7 +104,7 @@ class DaytonaSandbox(DaytonaEnvironment):
 
     async def start(self, force_build: bool) -> None:
         """Raises SandboxBuildFailedError, EnvironmentStartTimeoutError, or the service's own DaytonaError."""
-        self._check_network()
+        self._wants_network()  # refused before anything is started
         try:
             install(self._account)
             self._account.key()
@@ -115,17 +116,9 @@ class DaytonaSandbox(DaytonaEnvironment):
         except capacity.NoFreeSlot as error:
             raise EnvironmentStartTimeoutError(f"{error}; raise sandbox.kwargs.max_sandboxes or wait longer") from error
 
-    def _check_network(self) -> None:
-        if self._wants_network() and not self._network_allowed:
-            raise SandboxBuildFailedError(
-                f"{self.environment_name}: the task asks for network_mode={self._network_policy.network_mode.value!r} "
-                "and sandbox.network is false; set it to true or leave the task out"
-            )
-
     def _wants_network(self) -> bool:
-        """Harbor's default is a public network; here a task has to say so."""
-        asked = "network_mode" in self.task_env_config.model_fields_set
-        return asked and self._network_policy.network_mode != NetworkMode.NO_NETWORK
+        mode = self._network_policy.network_mode
+        return wants_network(self.environment_name, self.task_env_config, mode, self._network_allowed)
 
     def _create_network_kwargs(self) -> dict[str, Any]:
         return super()._create_network_kwargs() if self._wants_network() else {"network_block_all": True}
@@ -135,9 +128,9 @@ class DaytonaSandbox(DaytonaEnvironment):
             await super()._apply_network_policy(network_policy)
 
     def _sandbox_resources(self) -> Resources | None:
-        memory = _smaller(self._memory_mib, self._effective_memory_mb)
-        disk = _smaller(self._disk_mib, self._effective_storage_mb)
-        cpus = _smaller(self._cpus, self._effective_cpus)
+        memory = smaller(self._memory_mib, self._effective_memory_mb)
+        disk = smaller(self._disk_mib, self._effective_storage_mb)
+        cpus = smaller(self._cpus, self._effective_cpus)
         theirs = super()._sandbox_resources()
         return Resources(
             cpu=math.ceil(cpus) or None,
@@ -332,9 +325,3 @@ class DaytonaSandbox(DaytonaEnvironment):
     async def _is(self, path: str, test: str, user: str | int | None) -> bool:
         """Asked of the sandbox's shell: the service's own answer is an error when there is nothing at the path."""
         return (await self.exec(f"test {test} {shlex.quote(path)}", user=user, timeout_sec=60)).return_code == 0
-
-
-def _smaller(configured: float, asked: float | None) -> float:
-    """The smaller of two limits, where 0 and None mean no limit."""
-    limits = [value for value in (configured, asked) if value]
-    return min(limits) if limits else 0

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl360.sandboxes.artifact_paths import Artifact
 from rl360.sandboxes.docker import archives
 from rl360.sandboxes.docker.client import DockerError, TooLarge, checked, save
-from rl360.sandboxes.local.artifacts import Artifact
 
 _MAX_NAMES = 20
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,24 @@ class Container:
 
     id: str
     scratch: Path
+
+    @staticmethod
+    async def of_project(project: str, scratch: Path) -> Container:
+        """The main one of a Compose project that was started. Raises DockerError when it has ended."""
+        form = '{{.ID}}\t{{.Label "com.docker.compose.service"}}'
+        label = f"label=com.docker.compose.project={project}"
+        listed = await checked("ps", "--no-trunc", "--filter", label, "--format", form, timeout_s=CALL_TIMEOUT_S)
+        found = [row.split("\t")[0] for row in listed.splitlines() if row.endswith("\tmain")]
+        if not found:
+            raise DockerError("the container ended as soon as it was started; does the image have `sleep`?")
+        return Container(found[0], scratch)
+
+    async def image_user_and_workdir(self) -> tuple[str, str]:
+        """What its image names; an empty user is root."""
+        form = "{{json .Config.User}} {{json .Config.WorkingDir}}"
+        config = await checked("inspect", "--format", form, self.id, timeout_s=CALL_TIMEOUT_S)
+        user, workdir = (json.loads(part) for part in config.split(maxsplit=1))
+        return user, workdir or "/"
 
     async def state(self) -> State:
         """Raises TimeoutError when the daemon does not answer."""

@@ -1,8 +1,8 @@
 """The Harbor environment: one container per trial, more for a task with a Compose file.
 
 In: Harbor's constructor arguments and the fields of `SandboxConfig` as keywords. Out: Harbor's environment interface.
-Left to others: the docker command (client.py), what a container is made of (recipe.py), archives (archives.py), and
-what killed runs left (leftovers.py).
+Left to others: the docker command (client.py), what a container is made of (recipe.py, image.py), archives
+(archives.py), and what killed runs left (leftovers.py).
 
 Where this differs from Harbor's own Docker environment: nothing is pulled to forbid the network, which is there only if
 the task asks for it in words and `sandbox.network` allows it; images can be built on a base that is here already; a
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,24 +29,31 @@ from harbor.environments.base import ExecResult, SandboxBuildFailedError
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.environments.definition import should_use_prebuilt_docker_image
 from harbor.environments.docker.docker import DockerEnvironment, _sanitize_docker_compose_project_name
-from harbor.models.task.config import NetworkMode
 from harbor.trial.errors import EnvironmentStartTimeoutError
 
-from rl360.sandboxes.docker import abilities, host, leftovers
+from rl360.sandboxes.artifact_paths import Artifact
+from rl360.sandboxes.docker import abilities, host, image, leftovers
 from rl360.sandboxes.docker.afresh import Refusals, collect, removal, restore
 from rl360.sandboxes.docker.client import DockerError, Done, TooLarge, checked, docker
 from rl360.sandboxes.docker.container import CALL_TIMEOUT_S, Container, State
 from rl360.sandboxes.docker.recipe import Limits, Recipe, on_base
-from rl360.sandboxes.local.artifacts import Artifact, problems_of
-
-_DEFAULT_WORKDIR, _ARTIFACT_LOGS = "/app", "/logs/artifacts"
-_DEFAULT_ARTIFACTS_MIB = 1024  # without a disk limit
+from rl360.sandboxes.shared import (
+    ARTIFACT_LOGS,
+    DEFAULT_ARTIFACTS_MIB,
+    DEFAULT_WORKDIR,
+    VERIFIER_LOGS,
+    MemoryLimitExceededError,
+    check_artifacts,
+    only_root_writes,
+    smaller,
+    wants_network,
+)
 
 ANSWER_S = 10.0  # from a restart until a command runs; a tenth of a second where it was seen
 
 
-class MemoryLimitExceededError(RuntimeError):
-    """The container ran into its memory limit and ended. The name is one of Harbor's error table."""
+class RuntimeRequestError(RuntimeError):
+    """The docker daemon did not answer. The name is one of Harbor's error table: no doing of what runs inside."""
 
 
 class DockerSandbox(DockerEnvironment):
@@ -117,7 +125,9 @@ class DockerSandbox(DockerEnvironment):
 
     async def start(self, force_build: bool) -> None:
         """Raises SandboxBuildFailedError or EnvironmentStartTimeoutError."""
-        network = self._wants_network()
+        network = wants_network(
+            self.environment_name, self.task_env_config, self._network_policy.network_mode, self._network_allowed
+        )
         try:
             await host.daemon().ask(self.logger)
             await self._prepare(network, force_build)
@@ -129,18 +139,6 @@ class DockerSandbox(DockerEnvironment):
             raise SandboxBuildFailedError(f"container did not start: {error}") from error
         await self._upload_environment_dir_after_start()
 
-    def _wants_network(self) -> bool:
-        """Harbor's default is a public network; here a task has to say so."""
-        asked = "network_mode" in self.task_env_config.model_fields_set
-        if not asked or self._network_policy.network_mode == NetworkMode.NO_NETWORK:
-            return False
-        if not self._network_allowed:
-            raise SandboxBuildFailedError(
-                f"{self.environment_name}: the task asks for network_mode={self._network_policy.network_mode.value!r} "
-                "and sandbox.network is false; set it to true or leave the task out"
-            )
-        return True
-
     async def _prepare(self, network: bool, force_build: bool) -> None:
         """The image, and every file that Compose reads."""
         self._scratch = tempfile.TemporaryDirectory(prefix="rl360-docker-")
@@ -151,7 +149,7 @@ class DockerSandbox(DockerEnvironment):
         dockerfile = None
         tag = None
         if not self._use_prebuilt:
-            base_id = await self._base_id()
+            base_id = await image.base_id(self._base)
             named = f"{self.environment_id} {base_id} {self._network_allowed}"
             tag = f"rl360-task:{hashlib.sha256(named.encode()).hexdigest()[:24]}"
             if self._base:
@@ -159,10 +157,10 @@ class DockerSandbox(DockerEnvironment):
                 dockerfile.write_text(on_base(self._dockerfile_path.read_text(), self._base))
         recipe = Recipe(
             limits=Limits(
-                memory_mib=_smaller(self._memory_mib, self._effective_memory_mb),
-                cpus=_smaller(self._cpus, self._effective_cpus),
+                memory_mib=smaller(self._memory_mib, self._effective_memory_mb),
+                cpus=smaller(self._cpus, self._effective_cpus),
                 pids=self._pids,
-                disk_mib=_smaller(self._disk_mib, self._effective_storage_mb),
+                disk_mib=smaller(self._disk_mib, self._effective_storage_mb),
                 disk_quota=host.daemon().disk_quota,
             ),
             labels={leftovers.OWNER: leftovers.owner(), leftovers.RUN: self._run_id},
@@ -182,32 +180,8 @@ class DockerSandbox(DockerEnvironment):
         if network and not self._has_services:
             await host.make_shared_network()
         if tag is not None:
-            await self._build(tag, force_build)
-
-    async def _base_id(self) -> str:
-        if not self._base:
-            return ""
-        found = await host.image_id(self._base)
-        if found is None:
-            raise SandboxBuildFailedError(
-                f"sandbox.base: no image {self._base} at the daemon; docker pull, load or import it, or use auto"
-            )
-        return found
-
-    async def _build(self, tag: str, force: bool) -> None:
-        """The task's image, once for each content."""
-        async with host.daemon().building(tag):
-            if not force and await host.image_id(tag) is not None:
-                return
-            command = ["build", *(("--no-cache",) if force else ()), "main"]
-            try:
-                done = await self._compose(*command, timeout_s=self._build_timeout_s)
-            except TimeoutError:
-                raise SandboxBuildFailedError(f"the image was not built in {self._build_timeout_s} s") from None
-            if done.return_code != 0:
-                said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
-                hint = "" if self._base else "; without a registry, set sandbox.base to an image that is here"
-                raise SandboxBuildFailedError(f"docker compose build failed{hint}:\n{said}")
+            compose = partial(self._compose, timeout_s=self._build_timeout_s)
+            await image.ensure(tag, compose, self._build_timeout_s, force=force_build, has_base=bool(self._base))
 
     async def _up(self) -> None:
         wait = ("--wait",) if self._has_services else ()
@@ -218,18 +192,9 @@ class DockerSandbox(DockerEnvironment):
         await self._make_folders()
 
     async def _find_container(self) -> None:
-        form = '{{.ID}}\t{{.Label "com.docker.compose.service"}}'
-        label = f"label=com.docker.compose.project={self._project}"
-        listed = await checked("ps", "--no-trunc", "--filter", label, "--format", form, timeout_s=CALL_TIMEOUT_S)
-        found = [row.split("\t")[0] for row in listed.splitlines() if row.endswith("\tmain")]
-        if not found:
-            raise DockerError("the container ended as soon as it was started; does the image have `sleep`?")
         assert self._scratch is not None
-        self._container = Container(found[0], Path(self._scratch.name))
-        form = "{{json .Config.User}} {{json .Config.WorkingDir}}"
-        config = await checked("inspect", "--format", form, found[0], timeout_s=CALL_TIMEOUT_S)
-        self._image_user, workdir = (json.loads(part) for part in config.split(maxsplit=1))
-        self._image_workdir = workdir or "/"
+        self._container = await Container.of_project(self._project, Path(self._scratch.name))
+        self._image_user, self._image_workdir = await self._container.image_user_and_workdir()
 
     async def _make_folders(self) -> None:
         """Harbor's log folders, and the working directory. Raises DockerError: the image needs bash."""
@@ -287,26 +252,22 @@ class DockerSandbox(DockerEnvironment):
             self.exhausted = "artifacts"
             raise RuntimeError(str(error)) from error
         except TimeoutError as error:
-            raise RuntimeError("the docker daemon did not answer in time") from error
+            raise RuntimeRequestError("the docker daemon did not answer in time") from error
         self.carried = Refusals.of(carried)
         if self.carried.num_refused:
             self.logger.warning("%d artifacts refused: %s", self.carried.num_refused, "; ".join(self.carried.refused))
 
     def _artifacts(self, declared: Sequence[Artifact]) -> list[Artifact]:
         """Raises SandboxBuildFailedError for paths that cannot be carried."""
-        workdir = _DEFAULT_WORKDIR if self._workdir == "/" else self._workdir
-        artifacts = [Artifact(workdir, required=True), Artifact(_ARTIFACT_LOGS, required=True)]
+        workdir = DEFAULT_WORKDIR if self._workdir == "/" else self._workdir
+        artifacts = [Artifact(workdir, required=True), Artifact(ARTIFACT_LOGS, required=True)]
         artifacts += [replace(a, path=self._absolute(a.path)) for a in declared]
-        if problems := problems_of([a.path for a in artifacts]):
-            raise SandboxBuildFailedError(
-                f"{self.environment_name}: {'; '.join(problems)}; choose other paths, or [verifier] environment_mode "
-                '= "shared", which is weaker'
-            )
+        check_artifacts(self.environment_name, artifacts)
         return artifacts
 
     def _most_artifact_bytes(self) -> int:
-        disk_mib = _smaller(self._disk_mib, self._effective_storage_mb)
-        return (self._artifacts_mib or disk_mib or _DEFAULT_ARTIFACTS_MIB) * 2**20
+        disk_mib = smaller(self._disk_mib, self._effective_storage_mb)
+        return (self._artifacts_mib or disk_mib or DEFAULT_ARTIFACTS_MIB) * 2**20
 
     async def settle_for_verifier(self, verifier_user: str | int | None) -> None:
         """For tasks that ask for the shared state: no process of the agent is left, the verifier's folders are new.
@@ -334,8 +295,8 @@ class DockerSandbox(DockerEnvironment):
 
     async def _make_reward_folder(self, verifier_user: str | int | None) -> None:
         """Writable for the verifier's user only: a test that runs the answer as another user is not graded by it."""
-        as_root = verifier_user in (None, "root", 0, "0") and self._image_user in ("", "root", "0")
-        await self._running().as_root(f"mkdir -p /logs/verifier && chmod {'755' if as_root else '777'} /logs/verifier")
+        mode = "755" if only_root_writes(verifier_user, self._image_user) else "777"
+        await self._running().as_root(f"mkdir -p {VERIFIER_LOGS} && chmod {mode} {VERIFIER_LOGS}")
 
     # -- commands -----------------------------------------------------------------------------------------------
 
@@ -389,7 +350,7 @@ class DockerSandbox(DockerEnvironment):
         try:
             state = await self._container.state()
         except TimeoutError:
-            raise RuntimeError("the docker daemon does not answer") from None
+            raise RuntimeRequestError("the docker daemon does not answer") from None
         if state.running:
             return False
         self._note_exhausted(state)
@@ -450,9 +411,3 @@ class DockerSandbox(DockerEnvironment):
         where = ("--project-name", self._project, "--project-directory", folder)
         env = self._compose_env_vars(include_os_env=True)
         return await docker("compose", *where, *files, *arguments, timeout_s=timeout_s, env=env)
-
-
-def _smaller(configured: float, asked: float | None) -> Any:
-    """The smaller of two limits, where 0 and None mean no limit."""
-    limits = [value for value in (configured, asked) if value]
-    return min(limits) if limits else type(configured)(0)

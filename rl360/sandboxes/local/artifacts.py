@@ -23,6 +23,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rl360.sandboxes.artifact_paths import Artifact, is_below, problems_of
 from rl360.sandboxes.local.syscalls import open_beneath
 from rl360.sandboxes.local.transfer import copy_data
 
@@ -34,26 +35,10 @@ _MAX_LINKS = 40  # followed in one lookup, as the kernel does
 _MAX_REFUSED = 20  # of which the names are kept
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# What the tests run with. An artifact may be none of these, hold none of them, and not be inside the first ones.
-_PROGRAMS = (
-    "/bin", "/boot", "/dev", "/lib", "/lib32", "/lib64", "/libx32", "/logs/verifier", "/proc", "/sbin", "/sys",
-    "/tests", "/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/local/bin", "/usr/local/lib",
-    "/usr/local/sbin", "/usr/sbin", "/.rl360",
-)  # fmt: skip
-_SYSTEM = (*_PROGRAMS, "/etc", "/run", "/var")
 
 
 class ArtifactsTooLarge(RuntimeError):
     """The agent left more than the limit; says which limit."""
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """A path that comes along. `required`: a folder that exists afterwards in any case (the working directory)."""
-
-    path: str
-    exclude: tuple[str, ...] = ()  # shell patterns of names or of paths below it
-    required: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,27 +85,6 @@ def printable(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def problems_of(paths: Sequence[str]) -> list[str]:
-    """Why some paths cannot be artifacts; empty when all can."""
-    found = []
-    for path in paths:
-        clean = posixpath.normpath(path)
-        if not clean.startswith("/") or clean.startswith("//"):
-            found.append(f"artifact {path!r}: expected an absolute path")
-        elif any(_is_below(s, clean) for s in _SYSTEM) or any(_is_below(clean, p) for p in _PROGRAMS):
-            found.append(f"artifact {path!r}: it holds, or is part of, the system that the tests run in")
-    return found
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
-
-
-def covers(artifacts: Sequence[Artifact], path: str) -> bool:
-    """Whether the path comes along."""
-    return any(_is_below(path, posixpath.normpath(a.path)) for a in artifacts)
-
-
 def resolve(disk: Disk, path: str) -> str:
     """The path without links, as the image has them: `/data` may be a link to `/srv/data`. What is missing stays."""
     rest = [part for part in posixpath.normpath(path).split("/") if part]
@@ -159,7 +123,7 @@ def carry(old: Disk, new: Disk, artifacts: Sequence[Artifact], max_bytes: int) -
     done: list[str] = []
     for artifact in sorted(artifacts, key=lambda a: len(a.path)):
         path = resolve(new, artifact.path)
-        if any(_is_below(path, d) for d in done):
+        if any(is_below(path, d) for d in done):
             continue
         problem = problems_of([path])
         if problem:
@@ -302,7 +266,7 @@ class _Walk:
         if not target.startswith("/"):
             return target
         root = self._artifact.path
-        if ".." in target.split("/") or not _is_below(posixpath.normpath(target), root):
+        if ".." in target.split("/") or not is_below(posixpath.normpath(target), root):
             return None
         return posixpath.relpath(posixpath.relpath(target, root), folder or ".")
 

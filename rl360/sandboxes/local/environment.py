@@ -21,29 +21,34 @@ from typing import Any
 
 from harbor.environments.base import BaseEnvironment, ExecResult, SandboxBuildFailedError
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
-from harbor.models.task.config import NetworkMode
 from harbor.trial.errors import EnvironmentStartTimeoutError
 
 from rl360.sandboxes import abilities
+from rl360.sandboxes.artifact_paths import Artifact, covers
 from rl360.sandboxes.local import cgroups, layers, transfer
-from rl360.sandboxes.local.artifacts import Artifact, ArtifactsTooLarge, Carried, carry, covers, printable, problems_of
+from rl360.sandboxes.local.artifacts import ArtifactsTooLarge, Carried, carry, printable
 from rl360.sandboxes.local.dockerfile import DockerfileError, Image, parse
 from rl360.sandboxes.local.host import Host, close_hosts, open_host
 from rl360.sandboxes.local.namespace import DONE_INSIDE, SandboxDied, SandboxProcess
 from rl360.sandboxes.local.plan import DEFAULT_PATH, Plan
 from rl360.sandboxes.local.users import UnknownUser, find_user, home_of
+from rl360.sandboxes.shared import (
+    ARTIFACT_LOGS,
+    DEFAULT_ARTIFACTS_MIB,
+    DEFAULT_WORKDIR,
+    TESTS,
+    VERIFIER_LOGS,
+    MemoryLimitExceededError,
+    check_artifacts,
+    only_root_writes,
+    smaller,
+    wants_network,
+)
 
 __all__ = ["LocalSandbox", "MemoryLimitExceededError", "close_hosts", "open_host"]
 
 _DISK_FULL_BYTES = 64 * 1024  # less than this free: the sandbox has filled its disk
-_VERIFIER_LOGS, _ARTIFACT_LOGS, _TESTS = "/logs/verifier", "/logs/artifacts", "/tests"
-_DEFAULT_WORKDIR = "/app"  # what comes along when the image names no working directory
 _MAX_REWARD_FILE_BYTES = 64 * 1024  # Harbor reads a reward file whole, into the memory of the trial worker
-_DEFAULT_ARTIFACTS_MIB = 1024  # where the disk has no limit
-
-
-class MemoryLimitExceededError(RuntimeError):
-    """The sandbox ran into its memory limit and ended. The name is one of Harbor's error table."""
 
 
 class LocalSandbox(BaseEnvironment):
@@ -119,7 +124,9 @@ class LocalSandbox(BaseEnvironment):
 
     async def start(self, force_build: bool) -> None:
         """Raises SandboxBuildFailedError or EnvironmentStartTimeoutError."""
-        network = self._wants_network()
+        network = wants_network(
+            self.environment_name, self.task_env_config, self._network_policy.network_mode, self._network_allowed
+        )
         host = await asyncio.to_thread(open_host, self._cache_dir, self._base, self._unprivileged, self._run_id)
         self._host, keeper = host, host.fresh_keeper()
         dockerfile = self.environment_dir / "Dockerfile"
@@ -134,11 +141,11 @@ class LocalSandbox(BaseEnvironment):
             userns=host.userns,
             hierarchy=host.hierarchy,
             limits=cgroups.Limits(
-                memory_mib=_smaller(self._memory_mib, self._effective_memory_mb),
-                cpus=_smaller(self._cpus, self._effective_cpus),
+                memory_mib=smaller(self._memory_mib, self._effective_memory_mb),
+                cpus=smaller(self._cpus, self._effective_cpus),
                 pids=self._pids,
             ),
-            disk_mib=_smaller(self._disk_mib, self._effective_storage_mb),
+            disk_mib=smaller(self._disk_mib, self._effective_storage_mb),
             lifetime_s=self._lifetime_s,
             network=network,
             env={"PATH": path, **self._image.env, **self._startup_env()},
@@ -155,7 +162,7 @@ class LocalSandbox(BaseEnvironment):
             raise SandboxBuildFailedError(str(error)) from error
         self._plan = replace(plan, trees=trees)
         self._sandbox = await self._boot(self._plan)
-        self._tests_in_image = transfer.kind(self._sandbox.root_fd, _TESTS) != "missing"
+        self._tests_in_image = transfer.kind(self._sandbox.root_fd, TESTS) != "missing"
         await self._upload_environment_dir_after_start()
 
     async def _boot(self, plan: Plan) -> SandboxProcess:
@@ -176,18 +183,6 @@ class LocalSandbox(BaseEnvironment):
             await sandbox.stop()
             raise SandboxBuildFailedError(f"sandbox did not start: {error}") from error
         return sandbox
-
-    def _wants_network(self) -> bool:
-        """Harbor's default is a public network; here a task has to say so."""
-        asked = "network_mode" in self.task_env_config.model_fields_set
-        if not asked or self._network_policy.network_mode == NetworkMode.NO_NETWORK:
-            return False
-        if not self._network_allowed:
-            raise SandboxBuildFailedError(
-                f"{self.environment_name}: the task asks for network_mode={self._network_policy.network_mode.value!r} "
-                "and sandbox.network is false; set it to true or leave the task out"
-            )
-        return True
 
     async def stop(self, delete: bool) -> None:
         """End the sandbox. Nothing of it is kept, whatever `delete` says: its disk is gone with its mount namespace."""
@@ -240,20 +235,15 @@ class LocalSandbox(BaseEnvironment):
     def _artifacts(self, declared: Sequence[Artifact]) -> list[Artifact]:
         """Raises SandboxBuildFailedError for paths that cannot be carried."""
         workdir = posixpath.normpath(self._absolute(""))
-        workdir = _DEFAULT_WORKDIR if workdir == "/" else workdir
-        artifacts = [Artifact(workdir, required=True), Artifact(_ARTIFACT_LOGS)]
+        workdir = DEFAULT_WORKDIR if workdir == "/" else workdir
+        artifacts = [Artifact(workdir, required=True), Artifact(ARTIFACT_LOGS)]
         artifacts += [replace(a, path=self._absolute(a.path)) for a in declared]
-        problems = problems_of([a.path for a in artifacts])
-        if problems:
-            raise SandboxBuildFailedError(
-                f"{self.environment_name}: {'; '.join(problems)}; choose other paths, or [verifier] environment_mode "
-                '= "shared", which is weaker'
-            )
+        check_artifacts(self.environment_name, artifacts)
         return artifacts
 
     def _most_artifact_bytes(self) -> int:
         assert self._plan is not None
-        mib = self._artifacts_mib or self._plan.disk_mib * 7 // 8 or _DEFAULT_ARTIFACTS_MIB
+        mib = self._artifacts_mib or self._plan.disk_mib * 7 // 8 or DEFAULT_ARTIFACTS_MIB
         return mib * 2**20
 
     async def settle_for_verifier(self, verifier_user: str | int | None) -> None:
@@ -264,10 +254,10 @@ class LocalSandbox(BaseEnvironment):
         sandbox = self._running()
         try:
             await sandbox.kill_all()
-            await asyncio.to_thread(transfer.remove, sandbox.root_fd, _VERIFIER_LOGS)
+            await asyncio.to_thread(transfer.remove, sandbox.root_fd, VERIFIER_LOGS)
             self._make_reward_folder(sandbox, verifier_user)
             if not self._tests_in_image:
-                await asyncio.to_thread(transfer.remove, sandbox.root_fd, _TESTS)
+                await asyncio.to_thread(transfer.remove, sandbox.root_fd, TESTS)
         except (OSError, RecursionError) as error:  # TimeoutError too: the control shell was stopped
             if not isinstance(error, OSError) or isinstance(error, TimeoutError) or error.errno in DONE_INSIDE:
                 self.exhausted = self.exhausted or "sandbox"
@@ -275,8 +265,8 @@ class LocalSandbox(BaseEnvironment):
 
     def _make_reward_folder(self, sandbox: SandboxProcess, verifier_user: str | int | None) -> None:
         """Writable for the verifier's user only: a test that runs the answer as another user is not graded by it."""
-        as_root = verifier_user in (None, "root", 0, "0") and self._image.user in (None, "root", "0")
-        transfer.make_folder(sandbox.root_fd, _VERIFIER_LOGS, 0o755 if as_root else 0o777)
+        mode = 0o755 if only_root_writes(verifier_user, self._image.user) else 0o777
+        transfer.make_folder(sandbox.root_fd, VERIFIER_LOGS, mode)
 
     def _running(self) -> SandboxProcess:
         if self._sandbox is None:
@@ -351,7 +341,7 @@ class LocalSandbox(BaseEnvironment):
             skipped = await asyncio.to_thread(
                 transfer.download_folder, root, self._absolute(source_dir), Path(target_dir)
             )
-            if str(source_dir) == _VERIFIER_LOGS:
+            if str(source_dir) == VERIFIER_LOGS:
                 skipped += _drop_large_rewards(Path(target_dir))
         if skipped:
             self.logger.warning(
@@ -391,11 +381,5 @@ def _drop_large_rewards(folder: Path) -> list[str]:
         path = folder / name
         if path.is_file() and path.stat().st_size > _MAX_REWARD_FILE_BYTES:
             path.unlink()
-            dropped.append(f"{_VERIFIER_LOGS}/{name}")
+            dropped.append(f"{VERIFIER_LOGS}/{name}")
     return dropped
-
-
-def _smaller(configured: float, asked: float | None) -> Any:
-    """The smaller of two limits, where 0 and None mean no limit."""
-    limits = [value for value in (configured, asked) if value]
-    return min(limits) if limits else type(configured)(0)

@@ -304,7 +304,7 @@ async def test_a_shared_verifier_finds_no_process_and_no_file_of_the_agents(star
 
 async def test_a_verifier_starts_afresh_with_the_work_and_nothing_else(start: Any, backend: Backend) -> None:
     """Where a sandbox cannot change over by itself, Harbor's separate verifier environment does the same."""
-    from rl360.sandboxes.local.artifacts import Artifact
+    from rl360.sandboxes.artifact_paths import Artifact
 
     s = await start("FROM x\nWORKDIR /app\nRUN echo old > /app/kept && echo old > /app/removed && mkdir /data\n")
     if not hasattr(s, "start_afresh"):

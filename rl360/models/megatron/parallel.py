@@ -34,6 +34,7 @@ def start_parallel(layout: Layout, timeout: timedelta = timedelta(minutes=30)) -
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
         context_parallel_size=layout.context,
+        create_gloo_process_groups=False,  # a second set, for checkpoints of formats that we do not write
         distributed_timeout_minutes=-(-timeout // timedelta(minutes=1)),
     )
     # Nothing here draws random numbers in a step. Megatron enters its tracker anyway, and the default one needs CUDA.

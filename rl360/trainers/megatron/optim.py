@@ -63,7 +63,9 @@ class ShardedOptimizer:
             use_distributed_optimizer=True,
         )
         no_decay = ParamGroupOverride(wd_mult=0.0)
-        self.megatron = get_megatron_optimizer(config, list(chunks), config_overrides={key: no_decay})
+        self.megatron = get_megatron_optimizer(
+            config, list(chunks), config_overrides={key: no_decay}, use_gloo_process_groups=False
+        )
 
     @torch.no_grad()
     def step(self) -> tuple[float, float]:

@@ -4,8 +4,8 @@ In: global batches. Out: an optimizer step and its metrics; published weights; c
 computes (rank.py), dealing a batch out (shards.py), processes (a `WorkerGroup`: local ones here, Ray's later).
 
 Ranks work together or not at all: when one dies, raises or is silent past its deadline, the others wait for it in a
-collective, so all are ended and the error says which one it was. The exception is an error that every rank raises by
-itself, such as a gradient that is not finite: the ranks are as before and go on.
+collective, so all are ended and the error says which one it was. The exception is what every rank finds by itself, a
+gradient that is not finite or a checkpoint of another model: the ranks are as before and go on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceABC
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rl360.engine.workers import LocalWorkerGroup
@@ -31,8 +31,13 @@ from rl360.trainers.megatron.settings import PEAK_MEMORY, PEAK_RESERVED, Trainin
 from rl360.trainers.megatron.shards import equal_cost_tokens, shard_batch
 from rl360.types import Batch, Update
 
+if TYPE_CHECKING:
+    from rl360.trainers.megatron.weights import StageSource
+
 # After one rank failed the others either fail by themselves within this time or wait for it in a collective.
 LAST_WORDS_S = 5.0
+# Raised by every rank, these leave all of them as they were before the call.
+SURVIVABLE = (NonFiniteGradient, CheckpointError)
 # Of one rank's write in the background: 100 GiB at 50 MiB/s.
 SAVE_TIMEOUT_S = 2400.0
 # Names in a checkpoint's folder, as in rl360.models.megatron.convert, which the driver does without: it needs torch.
@@ -176,6 +181,7 @@ class MegatronTrainer:
             NonFiniteGradient: a gradient is NaN or infinite; the weights are as before that optimizer step.
             InfrastructureError: a rank died, failed or did not answer; all ranks are ended.
         """
+        self._require_ranks()
         began_s = time.perf_counter()
         shards = shard_batch(
             batch,
@@ -259,6 +265,17 @@ class MegatronTrainer:
         (folder / TRACKER_FILE).write_text(str(self.version))
         return _RanksSave(self)
 
+    def weight_sources(self) -> list[StageSource]:
+        """Where a weight sync gets the current weights: one source for each pipeline stage."""
+        from rl360.trainers.megatron.weights import StageSource
+
+        address = urlsplit(self._init_method).hostname
+        assert address is not None, "start() has looked at it"
+        return [
+            StageSource(self._workers, self.layout, stage, address, self._step_timeout_s)
+            for stage in range(self.layout.pipeline)
+        ]
+
     def offload(self) -> None:
         """Move the ranks' weights and optimizer state to host memory; until `onload` only that may be called."""
         self._call_all("offload")
@@ -287,15 +304,18 @@ class MegatronTrainer:
 
     def _call(self, method: str, args: SequenceABC[tuple[Any, ...]], timeout_s: float) -> list[Any]:
         """Call `method` on ranks 0.. with their arguments. See the module's docstring for what an error does."""
-        if self._workers is None:
-            raise RL360Error("MegatronTrainer: not started, or its ranks have ended")
+        self._require_ranks()
         try:
             return asyncio.run(self._gather(method, args, timeout_s))
-        except NonFiniteGradient:
-            raise
+        except _FromEveryRankError as agreed:
+            raise agreed.error from None
         except BaseException:
             self._end_ranks()
             raise
+
+    def _require_ranks(self) -> None:
+        if self._workers is None:
+            raise RL360Error("MegatronTrainer: not started, or its ranks have ended")
 
     async def _gather(self, method: str, args: SequenceABC[tuple[Any, ...]], timeout_s: float) -> list[Any]:
         calls = [
@@ -339,15 +359,28 @@ class _RanksSave:
             raise CheckpointError("the trainer's ranks ended before their checkpoint was complete")
         size = trainer.layout.world_size
         # Not through `_call`: a full disk is no reason to end ranks in the middle of a step.
-        asyncio.run(trainer._gather("finish_save", [()] * size, SAVE_TIMEOUT_S))
+        try:
+            asyncio.run(trainer._gather("finish_save", [()] * size, SAVE_TIMEOUT_S))
+        except _FromEveryRankError as agreed:
+            raise agreed.error from None
+
+
+class _FromEveryRankError(Exception):
+    """Carries what every rank raised by itself; never leaves this module."""
+
+    def __init__(self, error: RL360Error):
+        super().__init__(str(error))
+        self.error = error
 
 
 def _raise_first(method: str, failed: SequenceABC[asyncio.Task[Any]], num_ranks: int) -> None:
-    """Raise what explains the failure best: a death, else the first error; the same from every rank as it is."""
+    """Raise what explains the failure best: what every rank says by itself as it is, a death, else the first error."""
     errors = [(call.get_name(), call.exception()) for call in failed]
-    not_finite = [error for _, error in errors if isinstance(error, NonFiniteGradient)]
-    if len(not_finite) == num_ranks:
-        raise next((error for error in not_finite if "first in ?" not in str(error)), not_finite[0])
+    agreed = [error for _, error in errors if isinstance(error, SURVIVABLE)]
+    if len(agreed) == num_ranks:
+        # A rank that has not the parameter at fault cannot name it.
+        chosen = next((error for error in agreed if "first in ?" not in str(error)), agreed[0])
+        raise _FromEveryRankError(chosen)
     deaths = [(name, error) for name, error in errors if isinstance(error, WorkerDied)]
     name, error = (deaths or errors)[0]
     assert error is not None

@@ -101,13 +101,15 @@ def test_gradients_go_to_the_buffer_and_add_up_over_micro_batches():
     """With `main_grad`, autograd gets none: the buffer has the sum, and input gradients are as without it."""
     weight, gain = (nn.Parameter(draw(*shape, seed=s).detach()) for shape, s in (((7, 12), 3), ((12,), 2)))
     parts = [draw(5, 12, seed=s) for s in (0, 1)]
-    plain = [
-        torch.autograd.grad(norm_column(x, None, gain, weight, setting())[1].sum(), (x, gain, weight)) for x in parts
-    ]
+
+    def total(x):
+        return norm_column(x, None, gain, weight, setting())[1].sum()
+
+    plain = [torch.autograd.grad(total(x), (x, gain, weight)) for x in parts]
     for parameter in (weight, gain):
         parameter.main_grad = torch.zeros_like(parameter)
     for x, (grad_x, _, _) in zip(parts, plain, strict=True):
-        norm_column(x, None, gain, weight, setting())[1].sum().backward()
+        total(x).backward()
         torch.testing.assert_close(x.grad, grad_x)
     assert weight.grad is None
     torch.testing.assert_close(weight.main_grad, plain[0][2] + plain[1][2])

@@ -17,7 +17,7 @@ def streams(draw):
     size = draw(st.sampled_from([1, 2, 3, 4]))
     lengths = draw(st.lists(st.integers(1, 13), min_size=1, max_size=8))
     missing = -sum(lengths) % (2 * size)
-    return (lengths + [missing] if missing else lengths), size
+    return ([*lengths, missing] if missing else lengths), size
 
 
 def inputs(lengths, size, rank):

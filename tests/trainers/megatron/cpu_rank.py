@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import gc
 import time
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ class CpuRank(MegatronRank):
     """`rank_target` of the tests."""
 
     dtype = torch.float32
+    _round = 0
 
     def _hardware(self) -> tuple[torch.device, torch.dtype, str]:
         torch.set_num_threads(1)
@@ -37,6 +37,13 @@ class CpuRank(MegatronRank):
 
         self._training = None
         stop_parallel()
+        # Megatron only forgets its groups. Each of gloo's keeps sockets and threads, so all of them end here.
+        distributed.destroy_process_group()
+        gc.collect()
+        self._round += 1
+        store = distributed.PrefixStore(f"round-{self._round}", self._store)
+        size = self.settings.layout.world_size
+        distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=size, timeout=self._timeout)
         dtype = changes.pop("dtype", self.dtype)
         self.settings = replace(self.settings, **changes)
         self._training = self._train(torch.device("cpu"), dtype)
@@ -100,17 +107,18 @@ class CpuRank(MegatronRank):
                 found |= {names[id(p)]: (group["lr"], group["weight_decay"]) for p in model_group}
         return found
 
-    # ---- faults
+    async def bytes_held(self) -> int:
+        """Of weights, gradients, masters and moments."""
+        training = self.training
+        tensors = [p for chunk in training.chunks + (training.reference or []) for p in chunk.parameters()]
+        tensors += [buffer.grad_data for chunk in training.chunks for buffer in chunk.buffers]
+        for adam in training.optimizer.adams():
+            tensors += [value for state in adam.state.values() for value in state.values()]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
-    async def die(self, how: str) -> None:
-        """kill: SIGKILL. hang: the rank's thread sleeps, so its next call waits. raise: an error of its own."""
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif how == "hang":
+    async def fail(self, how: str) -> None:
+        """hang: the rank's thread sleeps, so its next call waits. raise: its next step is an error of its own."""
+        if how == "hang":
             self._thread.submit(time.sleep, 3600)
         else:
             self._training = None
-
-
-class Bf16Rank(CpuRank):
-    dtype = torch.bfloat16

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rl360.algorithms.grpo import GRPO
@@ -40,15 +41,20 @@ class Ranks:
     def __init__(self, size: int, folder: Path):
         self.size = size
         self.trainer = make_trainer(folder, num_gpus=size)
+        self._settings = dict(self.trainer._settings)
         self.trainer.start()
 
     def again(self, *, max_tokens: int = 40, layout: dict[str, Any] | None = None, **changes: Any) -> MegatronTrainer:
-        """The trainer with another layout (sizes of `Layout.of`) and other settings of its ranks."""
+        """The trainer with another layout (sizes of `Layout.of`); other settings of its ranks are as at the start."""
+        if self.trainer._workers is None:  # another test's failure has ended them
+            self.trainer.start()
         self.trainer.layout = Layout.of(self.size, **(layout or {}))
         self.trainer._max_tokens = max_tokens
         self.trainer.version = 0
-        self.trainer._algorithm = changes.get("algorithm", self.trainer._algorithm)
-        self.trainer._call_all("again", {"layout": self.trainer.layout, **changes})
+        settings = {**self._settings, "dtype": torch.float32, **changes}
+        self.trainer._algorithm = settings["algorithm"]
+        self.trainer._model_dir = settings["model_dir"]
+        self.trainer._call_all("again", {**settings, "layout": self.trainer.layout})
         return self.trainer
 
     def gradients(self, batch: Batch) -> dict[str, Tensor]:

@@ -104,6 +104,7 @@ RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "evaluation.temperature": (0, None, False),
     "checkpoint.every": (0, None, False),
     "checkpoint.keep_last": (1, None, False),
+    "checkpoint.keep_every": (0, None, False),
     "cluster.gpu_memory_gib": (0, None, True),
     "cluster.no_progress_s": (0, None, True),
 }

@@ -148,6 +148,8 @@ def _disk(parameters: int, config: RootConfig, weight_bytes: int, saved_bytes: i
     """weight_bytes: of a parameter in an HF folder; saved_bytes: of one with its optimizer's state."""
     weights = parameters * weight_bytes
     kept = config.checkpoint.keep_last + int(config.checkpoint.keep_best) + 1  # one more while it is written
+    if config.checkpoint.keep_every:
+        kept += config.iterations // config.checkpoint.keep_every
     attempts = config.iterations * config.tasks_per_iteration * config.group_size
     disk = {
         "checkpoints": kept * parameters * saved_bytes,

@@ -236,6 +236,7 @@ class CheckpointConfig:
     every: int = 10  # iterations; 0: only at the end
     keep_last: int = 1  # complete checkpoints kept beside the best; at least 1
     keep_best: bool = True  # keep the checkpoint of the best evaluation
+    keep_every: int = 0  # iterations; those of a multiple of it are kept for good; 0: none
     hf: bool = True  # write an HF folder beside the training state at the end
 
 

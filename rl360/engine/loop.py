@@ -78,6 +78,7 @@ class TrainingLoop:
     def iterate(self) -> None:
         began, cpu_began = time.monotonic(), process_tree_cpu_s()
         iteration = self.state.iteration
+        self.forget_what_is_saved()
         with self.watchdog.stage("rollout"):
             groups = self.collect(iteration)
         wait_s = time.monotonic() - began
@@ -259,10 +260,16 @@ class TrainingLoop:
                 self.checkpoint(best=True)
 
     def checkpoint(self, best: bool = False) -> None:
+        """Save where the run stands. A trainer that can writes its part in the background."""
         with self.watchdog.stage("checkpoint"):
-            self.checkpoints.save(self.state, self.trainer.save, best=best)
+            self.checkpoints.save(self.state, getattr(self.trainer, "begin_save", self.trainer.save), best=best)
         self.checkpointed_at = self.state.iteration
-        self.record.forget_before(self.state.iteration, self.state.last_evaluated)
+        self.forget_what_is_saved()
+
+    def forget_what_is_saved(self) -> None:
+        """The journal lets go of what a complete checkpoint covers."""
+        for done in self.checkpoints.completed():
+            self.record.forget_before(done.state.iteration, done.state.last_evaluated)
 
     def leave_resumable(self) -> None:
         """Close open tries in the ledger and save where the run stands."""
@@ -270,6 +277,9 @@ class TrainingLoop:
         self.record.abandoned(open_tries, self.rollout.state()["finished"], finished=self.finished)
         if self.checkpointed_at != self.state.iteration:
             self.checkpoint()
+        with self.watchdog.stage("checkpoint"):
+            self.checkpoints.wait()
+        self.forget_what_is_saved()
 
     @property
     def finished(self) -> bool:

@@ -86,7 +86,8 @@ def _train(
 ) -> None:
     training_tasks, evaluation_tasks = build_tasks(config)
     cursor = TaskCursor(training_tasks, config.seed)
-    store = CheckpointStore(run_dir, config.checkpoint.keep_last, config.checkpoint.keep_best)
+    kept = config.checkpoint
+    store = CheckpointStore(run_dir, kept.keep_last, kept.keep_best, kept.keep_every)
     checkpoint = store.latest()
     state = _starting_state(store, checkpoint, cursor)
     finished_before = record.resume_at(state.iteration, state.version, state.last_evaluated)

@@ -5,7 +5,8 @@ complete folders only, `latest.json` and `best.json` that name one each. Left to
 ledger and the journal, which are files of their own that only grow.
 
 A checkpoint is written under a temporary name, every file and folder is synced, and one rename makes it real. Its
-`manifest.json` lists each file's size, so that a folder that lost data in a power failure is not taken for whole.
+`manifest.json` lists each file's size, so that a folder that lost data in a power failure is not taken for whole. A
+trainer that writes in the background leaves all of that to a thread: until its end nothing points at the new folder.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rl360.engine.frames import replace_file, sync_folder
 from rl360.errors import CheckpointError, RL360Error
@@ -30,6 +33,13 @@ CHECKSUMS = "checksums.json"  # crc32 of each of the trainer's files, verified w
 TRAINER = "trainer"  # what the trainer wrote
 TEMPORARY = ".tmp-"
 POINTERS = ("latest", "best")
+CHECKSUM_THREADS = 8  # a core computes about 1 GB/s, and disks that hold 100 GB checkpoints read faster
+
+
+class PendingWrite(Protocol):
+    """What a trainer that writes in the background gives (rl360.protocols.PendingSave)."""
+
+    def wait(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,36 +73,68 @@ class CheckpointStore:
     Args:
         keep_last: newest checkpoints to keep, at least 1.
         keep_best: keep the one last saved with `best=True` too.
+        keep_every: keep those of iterations that are a multiple of this for good; 0: none.
     """
 
-    def __init__(self, run_dir: Path, keep_last: int = 1, keep_best: bool = True) -> None:
+    def __init__(self, run_dir: Path, keep_last: int = 1, keep_best: bool = True, keep_every: int = 0) -> None:
         if keep_last < 1:
             raise RL360Error(f"checkpoint.keep_last: {keep_last}; expected at least 1")
+        if keep_every < 0:
+            raise RL360Error(f"checkpoint.keep_every: {keep_every}; expected 0 or more")
         self.folder = Path(run_dir) / "checkpoints"
         self.keep_last = keep_last
         self.keep_best = keep_best
+        self.keep_every = keep_every
         self._mine: Checkpoint | None = None  # the last one that this object saved
+        self._background: Future[Checkpoint] | None = None  # the save that is not complete yet
+        self._completed: list[Checkpoint] = []
 
-    def save(self, state: RunState, write: Callable[[Path], object], best: bool = False) -> Checkpoint:
-        """Save and then delete what retention no longer keeps.
+    def save(
+        self, state: RunState, write: Callable[[Path], PendingWrite | None], best: bool = False
+    ) -> Checkpoint | None:
+        """Save and then delete what retention no longer keeps. Waits for an earlier save first.
 
-        `write` gets a path that does not exist yet, inside an existing folder. This store writes the weights of an
-        iteration once: a second save of the same iteration and version replaces the state alone, without `write`.
+        `write` gets a path that does not exist yet, inside an existing folder. Where it returns something to wait for,
+        the rest is done in the background, and None is returned; `completed` and `wait` tell. This store writes the
+        weights of an iteration once: a second save of the same iteration and version replaces the state alone, without
+        `write`.
         """
+        self.wait()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         mine = read_checkpoint(self._mine.folder) if self._mine is not None else None
         if mine is not None and (mine.state.iteration, mine.state.version) == (state.iteration, state.version):
-            final = mine.folder
-            replace_file(final / STATE, _dump(asdict(state)))
-        else:
-            final = self._write_new(state, write)
-        self._mine = Checkpoint(final, state)
-        self._point("latest", final)
-        if best:
-            self._point("best", final)
-        self._retain()
-        return self._mine
+            replace_file(mine.folder / STATE, _dump(asdict(state)))
+            return self._settle(Checkpoint(mine.folder, state), best)
+        temporary, final = self._new_folder(state)
+        pending = write(temporary / TRAINER)
+        if pending is None:
+            return self._finish(temporary, final, state, best)
+        background: Future[Checkpoint] = Future()
+
+        def finish() -> None:
+            try:
+                pending.wait()
+                background.set_result(self._finish(temporary, final, state, best))
+            except BaseException as error:  # raised where the loop asks: by `completed`, `wait` or the next `save`
+                background.set_exception(error)
+
+        self._background = background
+        threading.Thread(target=finish, name="checkpoint", daemon=True).start()
+        return None
+
+    def completed(self) -> list[Checkpoint]:
+        """What has become complete since the last call. Raises what went wrong in the background."""
+        if self._background is not None and self._background.done():
+            self.wait()
+        found, self._completed = self._completed, []
+        return found
+
+    def wait(self) -> None:
+        """Until no save is open. Raises what went wrong in the background."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.result()
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint; None when the run has none. `latest.json` is for people and scripts: a crash
@@ -118,25 +160,38 @@ class CheckpointStore:
 
     # ---- inside
 
-    def _write_new(self, state: RunState, write: Callable[[Path], object]) -> Path:
+    def _new_folder(self, state: RunState) -> tuple[Path, Path]:
+        """(where to write, what that becomes)."""
         # A resumed run may come to an iteration that has a folder; that one stays until the new one is complete.
         name = f"iteration-{state.iteration:06d}"
         serials = [_serial(folder) for folder in self.folder.glob(f"{name}*")]
         final = self.folder / (f"{name}-{max(serials) + 1}" if serials else name)
         temporary = self.folder / f"{TEMPORARY}{name}"
         temporary.mkdir()
-        write(temporary / TRAINER)
+        return temporary, final
+
+    def _finish(self, temporary: Path, final: Path, state: RunState, best: bool) -> Checkpoint:
+        """The trainer's files are written: make a checkpoint of them."""
         if not (temporary / TRAINER).exists():
             raise CheckpointError(f"the trainer wrote nothing to {temporary / TRAINER}")
         (temporary / STATE).write_bytes(_dump(asdict(state)))
-        sums = {str(p.relative_to(temporary)): _crc32(p) for p in _files(temporary / TRAINER)}
+        sums = {str(path.relative_to(temporary)): value for path, value in _checksums(_files(temporary / TRAINER))}
         (temporary / CHECKSUMS).write_bytes(_dump(sums))
         sizes = {str(p.relative_to(temporary)): p.stat().st_size for p in _files(temporary) if p.name != STATE}
         (temporary / MANIFEST).write_bytes(_dump(sizes))
         _sync_tree(temporary)
         os.rename(temporary, final)
         sync_folder(self.folder)
-        return final
+        return self._settle(Checkpoint(final, state), best)
+
+    def _settle(self, made: Checkpoint, best: bool) -> Checkpoint:
+        self._mine = made
+        self._point("latest", made.folder)
+        if best:
+            self._point("best", made.folder)
+        self._retain()
+        self._completed.append(made)
+        return made
 
     def _point(self, name: str, target: Path) -> None:
         replace_file(self.folder / f"{name}.json", _dump({"checkpoint": target.name}))
@@ -149,7 +204,11 @@ class CheckpointStore:
             return None
 
     def _retain(self) -> None:
-        keep = {one.folder for one in self.complete()[: self.keep_last]}
+        complete = self.complete()
+        keep = {one.folder for one in complete[: self.keep_last]}
+        if self.keep_every:
+            newest = {one.state.iteration: one.folder for one in reversed(complete)}  # of two of one iteration
+            keep |= {folder for iteration, folder in newest.items() if iteration and iteration % self.keep_every == 0}
         for name in POINTERS if self.keep_best else POINTERS[:1]:
             if (pointed := self._pointed(name)) is not None:
                 keep.add(pointed.folder)
@@ -187,9 +246,14 @@ def verify_checkpoint(checkpoint: Checkpoint) -> None:
         sums = json.loads((checkpoint.folder / CHECKSUMS).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.folder / CHECKSUMS}: unreadable ({error})") from error
-    for name, expected in sums.items():
-        if _crc32(checkpoint.folder / name) != expected:
-            raise CheckpointError(f"{checkpoint.folder / name}: its bytes are not those that were saved; restore it")
+    for path, found in _checksums([checkpoint.folder / name for name in sums]):
+        if found != sums[str(path.relative_to(checkpoint.folder))]:
+            raise CheckpointError(f"{path}: its bytes are not those that were saved; restore it")
+
+
+def _checksums(paths: list[Path]) -> list[tuple[Path, int]]:
+    with ThreadPoolExecutor(CHECKSUM_THREADS) as pool:
+        return list(zip(paths, pool.map(_crc32, paths), strict=True))
 
 
 def _crc32(path: Path) -> int:

@@ -98,12 +98,16 @@ CASES = [
     ({"trainer.betas": [0.9, 1.0]}, "trainer.betas: [0.9, 1.0]; expected two numbers"),
     ({"algorithm.clip_high": 0.1}, "algorithm.clip_high: 0.1 is below clip_low 0.2"),
     ({"algorithm.kl_estimator": "k4"}, "algorithm.kl_estimator: 'k4' is none of k1, k2, k3"),
-    ({"rollout.engine": "embeded"}, "rollout.engine: 'embeded' is none of embedded, sglang, external; did you mean embedded?"),
+    (
+        {"rollout.engine": "embeded"},
+        "rollout.engine: 'embeded' is none of embedded, sglang, external; did you mean embedded?",
+    ),
     ({"algorithm.importance_cap": 0.0}, "algorithm.importance_cap: 0.0; expected more than 0"),
     ({"iterations": 0}, "iterations: 0; expected at least 1"),
     ({"gateway.port": 70000}, "gateway.port: 70000; expected at most 65535"),
     ({"rollout.max_masked_share": 1.5}, "rollout.max_masked_share: 1.5; expected at most 1"),
     ({"checkpoint.keep_last": 0}, "checkpoint.keep_last: 0; expected at least 1"),
+    ({"checkpoint.keep_every": -1}, "checkpoint.keep_every: -1; expected at least 0"),
     ({"name": "../up"}, "name: '../up' becomes a folder"),
     ({"name": "a/b"}, "name: 'a/b' becomes a folder"),
 ]

@@ -68,6 +68,8 @@ def test_checkpoints_count_one_more_while_it_is_written(typed):
     shape = ModelShape.from_hf(SMOLLM2)
     disk = forecast(shape, typed(**{"checkpoint.keep_last": 2, "checkpoint.keep_best": False})).disk
     assert disk["checkpoints"] == 3 * 12 * 134_515_008
+    kept = {"checkpoint.keep_last": 2, "checkpoint.keep_best": False, "checkpoint.keep_every": 20, "iterations": 70}
+    assert forecast(shape, typed(**kept)).disk["checkpoints"] == (3 + 3) * 12 * 134_515_008
 
 
 def test_the_quickstart_model_fits_a_laptop(typed):

@@ -155,6 +155,11 @@ def world(length, *, iterations=8, tasks=6, tasks_per_iteration=3, group_size=2,
 
         def save(self, state, write, best=False): ...
 
+        def completed(self):
+            return []
+
+        def wait(self): ...
+
     class Dog:
         @contextmanager
         def stage(self, name):

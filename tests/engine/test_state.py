@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,17 @@ def test_retention_keeps_the_last_and_the_best(tmp_path):
     without_best.save(RunState(6, 6), weights(6), best=True)
     without_best.save(RunState(7, 7), weights(7))
     assert [one.state.iteration for one in without_best.complete()] == [7]
+
+
+def test_every_so_many_are_kept_for_good(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=1, keep_best=False, keep_every=4)
+    for iteration in range(10):
+        store.save(RunState(iteration, iteration), weights(iteration))
+    assert [one.state.iteration for one in store.complete()] == [9, 8, 4]
+    store.save(RunState(8, 80), weights(80))  # trained again after a resume: the new one of the two
+    assert [one.state.version for one in store.complete()] == [9, 80, 4]
+    with pytest.raises(RL360Error, match=r"keep_every: -1"):
+        CheckpointStore(tmp_path, keep_every=-1)
 
 
 def test_a_second_save_of_an_iteration_replaces_the_state_alone(tmp_path):
@@ -284,3 +297,181 @@ def test_a_cut_checkpoint_is_named(tmp_path):
     assert store.latest() is None
     (line,) = store.damaged()
     assert saved.folder.name in line
+
+
+# ---- trainers that write in the background
+
+
+class Slow:
+    """A trainer whose files are complete when the test says so."""
+
+    def __init__(self, version: int, fails: BaseException | None = None) -> None:
+        self.version = version
+        self.fails = fails
+        self.may_end = threading.Event()
+        self.began = threading.Event()
+
+    def __call__(self, folder: Path) -> Slow:
+        folder.mkdir()
+        (folder / "half.bin").write_bytes(b"half")
+        self.folder = folder
+        self.began.set()
+        return self
+
+    def wait(self) -> None:
+        assert self.may_end.wait(30)
+        if self.fails is not None:
+            raise self.fails
+        (self.folder / "half.bin").unlink()
+        weights(self.version)(self.folder / "files")
+        os.rename(self.folder / "files" / "trainer.pt", self.folder / "trainer.pt")
+
+
+def test_nothing_points_at_a_checkpoint_that_is_being_written(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=1, keep_best=True)
+    store.save(RunState(1, 1), weights(1), best=True)
+    assert [one.state.iteration for one in store.completed()] == [1]
+    slow = Slow(2)
+    assert store.save(RunState(2, 2), slow, best=True) is None
+    assert store.completed() == []
+    for found in (store.latest(), store.best(), CheckpointStore(tmp_path).latest()):
+        assert found is not None
+        assert found.state.iteration == 1
+    assert json.loads((store.folder / "latest.json").read_text()) == {"checkpoint": "iteration-000001"}
+    slow.may_end.set()
+    store.wait()
+    assert [one.state.iteration for one in store.completed()] == [2]
+    assert store.completed() == []
+    assert store.latest() == store.best()
+    assert names(store) == ["best.json", "iteration-000002", "latest.json"]
+    verify_checkpoint(store.latest())
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    first = Slow(1)
+    store.save(RunState(1, 1), first)
+    second = Slow(2)
+    saving = threading.Thread(target=store.save, args=(RunState(2, 2), second))
+    saving.start()
+    assert not second.began.wait(0.2)
+    first.may_end.set()
+    assert second.began.wait(30)
+    second.may_end.set()
+    saving.join(30)
+    store.wait()
+    assert [one.state.iteration for one in store.completed()] == [1, 2]
+
+
+def test_a_second_save_of_an_iteration_in_the_background_is_one_checkpoint(tmp_path):
+    """As the best of its evaluation, and because it is due."""
+    store = CheckpointStore(tmp_path)
+    slow = Slow(4)
+    slow.may_end.set()
+    store.save(RunState(4, 4, best_success_rate=0.1), slow, best=True)
+
+    def never(folder: Path) -> None:
+        raise AssertionError("weights of this iteration are on disk")
+
+    store.save(RunState(4, 4, best_success_rate=0.9), never)
+    assert store.latest() == store.best()
+    assert store.latest().state.best_success_rate == 0.9
+
+
+@pytest.mark.parametrize("ask", ["completed", "wait", "save"])
+def test_what_goes_wrong_in_the_background_is_raised_where_the_loop_asks(tmp_path, ask):
+    store = CheckpointStore(tmp_path)
+    store.save(RunState(1, 1), weights(1))
+    slow = Slow(2, OSError(28, "No space left on device"))
+    store.save(RunState(2, 2), slow)
+    background = store._background
+    slow.may_end.set()
+    with pytest.raises(OSError, match="No space left"):
+        background.result(30)
+    arguments = (RunState(3, 3), weights(3)) if ask == "save" else ()
+    with pytest.raises(OSError, match="No space left"):
+        getattr(store, ask)(*arguments)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state.iteration == 1
+    store.save(RunState(3, 3), weights(3))
+    assert not [name for name in names(store) if name.startswith(".tmp-")]
+
+
+@pytest.mark.usefixtures("no_waiting_for_the_disk")
+def test_a_crash_at_any_step_of_a_background_save_leaves_a_complete_checkpoint(tmp_path):
+    steps = 0
+    crashed = True
+    while crashed:
+        run = tmp_path / str(steps)
+        store = CheckpointStore(run, keep_last=1)
+        store.save(RunState(1, 1), weights(1), best=True)
+        store.save(RunState(2, 2), weights(2))
+        with pytest.MonkeyPatch.context() as patch:
+            CrashAt(patch, steps)
+            try:
+                slow = Slow(3)
+                slow.may_end.set()
+                store.save(RunState(3, 3), slow, best=True)
+                store.wait()
+                crashed = False
+            except Crash:
+                crashed = True
+        again = CheckpointStore(run, keep_last=1)
+        latest, best = again.latest(), again.best()
+        assert latest is not None, f"nothing left after a crash at step {steps}"
+        assert best is not None
+        assert latest.state.iteration in (2, 3)
+        assert best.state.iteration in (1, 3)
+        assert version_on_disk(latest.folder) == latest.state.version
+        verify_checkpoint(latest)
+        again.save(RunState(4, 4), weights(4))
+        assert not [name for name in names(again) if name.startswith(".")]
+        steps += 1
+    assert steps > 15
+
+
+KILLED = """
+import os, sys, threading, time
+from pathlib import Path
+from rl360.engine.state import CheckpointStore, RunState
+
+class Pending:
+    def __init__(self, folder, version): self.folder, self.version = folder, version
+    def wait(self):
+        for part in range(40):
+            (self.folder / f"part-{part}").write_bytes(bytes([self.version]) * 20_000)
+            time.sleep(0.0005)
+
+def begin(version):
+    def write(folder):
+        folder.mkdir()
+        (folder / "trainer.pt").write_bytes(bytes([version]))
+        return Pending(folder, version)
+    return write
+
+store = CheckpointStore(Path(sys.argv[1]), keep_last=1, keep_best=False)
+print("begun", flush=True)
+for version in range(1, 200):
+    store.save(RunState(version, version), begin(version))
+"""
+
+
+@pytest.mark.parametrize("delay_s", [0.01, 0.05, 0.11, 0.23])
+def test_a_killed_process_leaves_a_complete_checkpoint(tmp_path, delay_s):
+    """SIGKILL while saves follow each other without a pause: whatever is found is whole, and the next run saves on."""
+    CheckpointStore(tmp_path).save(RunState(0, 0), weights(0))
+    env = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(delay_s)
+        process.kill()
+    store = CheckpointStore(tmp_path)
+    latest = store.latest()
+    assert latest is not None
+    verify_checkpoint(latest)
+    assert version_on_disk(latest.folder) == latest.state.version
+    store.save(RunState(500, 500), weights(7))
+    assert not [name for name in names(store) if name.startswith(".")]

@@ -55,6 +55,8 @@ EXTRA_STATES = (
     "mlp.linear_fc2",
 )
 
+MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")  # a checkpoint's other tensors are the optimizer's
+
 Progress = Callable[[int, int], None]
 """(bytes that this rank has done, bytes of this rank in all)."""
 
@@ -227,14 +229,31 @@ def _lazy_tensors(config: DecoderConfig, reader: Reader) -> list[LazyTensor]:
                 return value
 
             found.append(LazyTensor(hf_name, shapes[hf_name], reader.dtype(key), values))
+    refuse_unknown(reader, config)
     return found
+
+
+def refuse_unknown(reader: Reader, config: DecoderConfig) -> None:
+    """Raises `CheckpointError` for the first of the model's tensors that an architecture of this config has not."""
+    names = hf_weights.parameter_names(config)
+    known = {key for name in names for key in (*hf_weights.stacked_keys(name)[0], *_unstacked(name))}
+    for key in sorted(reader.names()):
+        if key.startswith(MODEL_PREFIXES) and key not in known:
+            raise CheckpointError(
+                f"{reader.folder / torch_dist.METADATA}: tensor {key} is not in a {config.model_type} of this config"
+            )
+
+
+def _unstacked(name: str) -> list[str]:
+    """A parameter's names in a checkpoint where each layer has tensors of its own."""
+    keys, layer = hf_weights.stacked_keys(name)
+    return [key.replace(hf_weights.LAYERS, f"{hf_weights.LAYERS}{layer}.", 1) for key in keys]
 
 
 def _locate(name: str, config: DecoderConfig, reader: Reader) -> tuple[str, int | None, tuple[int, ...]]:
     """(key, layer in it, shape to read) of a parameter: stacked, or in a tensor of its layer alone."""
     keys, layer = hf_weights.stacked_keys(name)
-    own = [key.replace(hf_weights.LAYERS, f"{hf_weights.LAYERS}{layer}.", 1) for key in keys]
-    key = next((key for key in (*keys, *own) if key in reader), None)
+    key = next((key for key in (*keys, *_unstacked(name)) if key in reader), None)
     if key is None:
         raise CheckpointError(f"{reader.folder}: tensor {keys[0]} is not in this checkpoint")
     in_layer = layer if key in keys else None

@@ -25,7 +25,7 @@ from torch import Tensor, distributed
 
 from rl360.errors import CheckpointError, RL360Error
 from rl360.models.megatron import hf_weights, torch_dist
-from rl360.models.megatron.convert import COMMON, extra_states, weights_folder
+from rl360.models.megatron.convert import COMMON, extra_states, refuse_unknown, weights_folder
 from rl360.models.megatron.hf_weights import EMBEDDING, HEAD, Piece, named_parameters, pieces, stacked_keys
 from rl360.models.megatron.torch_dist import Box, Object, Reader
 
@@ -134,9 +134,8 @@ class RankCheckpoint:
                 f"{iteration}: no training checkpoint of this version of RL360 (format {FORMAT}); expected one that "
                 "`save` wrote. Weights alone are converted with rl360 model convert, and named by model.path"
             )
-        shares = list(self._shares())
-        self._check(reader, shares, moments=own["num_steps"] > 0)
-        for share in shares:
+        self._check(reader, moments=own["num_steps"] > 0)
+        for share in self._shares():
             self._restore(reader, share, own["num_steps"])
         for chunk in training.chunks:
             chunk.start_param_sync(force_sync=True)  # each rank has set its own share of the weights
@@ -210,11 +209,11 @@ class RankCheckpoint:
         """The parameter whose values `name` has: a tied head is the embedding."""
         return EMBEDDING if name == HEAD and self.training.config.tie_word_embeddings else name
 
-    def _check(self, reader: Reader, shares: list[Share], moments: bool) -> None:
+    def _check(self, reader: Reader, moments: bool) -> None:
+        """Names and shapes of the whole model's tensors, in its order: every rank finds the same first misfit."""
         config = self.training.config
         kinds = (MASTER, *MOMENTS) if moments else (MASTER,)
-        for share in shares:
-            name = self._source(share.name)
+        for name in hf_weights.parameter_names(config):
             keys, layer = stacked_keys(name)
             shape = hf_weights.parameter_shape(name, config)
             expected = shape if layer is None else (config.num_layers, *shape)
@@ -225,6 +224,7 @@ class RankCheckpoint:
                         f"{reader.folder / torch_dist.METADATA}: tensor {key} has shape {list(found)}, the model's is "
                         f"{list(expected)}"
                     )
+        refuse_unknown(reader, config)
 
     def _restore(self, reader: Reader, share: Share, num_steps: int) -> None:
         keys, layer = stacked_keys(self._source(share.name))

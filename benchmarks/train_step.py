@@ -143,12 +143,12 @@ def measured_steps(shape: DecoderConfig, args: argparse.Namespace, folder: Path,
         pipeline_parallel_size=args.pipeline_parallel,
         recompute=args.recompute,
         compile=not args.no_compile,
-        **({"rank_target": f"{Path(__file__).stem}:ProfiledRank"} if args.profile else {}),
-        **args.trainer,
+        rank_target=f"{Path(__file__).stem}:{'ProfiledRank' if args.profile else 'BenchmarkRank'}",
         model_dir=folder,
         random_init_seed=0,
         algorithm=GRPO(),
         log_dir=scratch / "logs",
+        **args.trainer,
     )
     found = {}
     try:
@@ -196,7 +196,24 @@ def random_batch(shape: DecoderConfig, args: argparse.Namespace, case: Case, see
     return Batch(tuple(sequences), sum(trained), len(sequences))
 
 
-class ProfiledRank(MegatronRank):
+class BenchmarkRank(MegatronRank):
+    """Draws its weights on the device, another draw on every rank: a host draws 8B numbers in minutes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        from rl360.models.megatron import model
+
+        def fill(chunks: Any, config: DecoderConfig, *_: Any) -> None:
+            import torch
+
+            with torch.no_grad():
+                for parameter in (p for chunk in chunks for p in chunk.parameters()):
+                    parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, config.initializer_range)
+
+        model.fill_random = fill
+
+
+class ProfiledRank(BenchmarkRank):
     """Keeps what the last step's kernels took."""
 
     async def step(self, *args: Any) -> Any:

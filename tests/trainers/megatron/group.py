@@ -38,9 +38,9 @@ def make_trainer(folder: Path, **changes: Any) -> MegatronTrainer:
 class Ranks:
     """A trainer of `size` ranks that is told to start over for each case."""
 
-    def __init__(self, size: int, folder: Path):
+    def __init__(self, size: int, folder: Path, **changes: Any):
         self.size = size
-        self.trainer = make_trainer(folder, num_gpus=size)
+        self.trainer = make_trainer(folder, num_gpus=size, **changes)
         self._settings = dict(self.trainer._settings)
         self.trainer.start()
 

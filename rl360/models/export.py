@@ -108,8 +108,8 @@ def _export_torch(
 ) -> None:
     import torch
 
-    from rl360.models.hf_folder import LazyTensor, copy_companions, new_folder, write_weights
-    from rl360.models.loading import read_config
+    from rl360.models.hf_folder import LazyTensor, new_folder, write_weights
+    from rl360.models.loading import copy_companions, read_config
     from rl360.models.weight_files import expected_tensors
     from rl360.trainers.checkpoint import read_state
 

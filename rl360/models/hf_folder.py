@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from rl360.errors import ConfigError, RL360Error
-from rl360.models.loading import COMPANION_FILES, CONFIG_FILE
 from rl360.models.weight_files import INDEX_FILE, WEIGHTS_FILE
 
 if TYPE_CHECKING:
@@ -206,18 +205,6 @@ def write_safetensors(path: Path, tensors: Sequence[LazyTensor], progress: Calla
             progress(tensor.num_bytes)
         file.flush()
         os.fsync(file.fileno())
-
-
-def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """config.json, generation config and tokenizer of `source`; with `dtype`, config.json says that one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    raw = json.loads((source / CONFIG_FILE).read_text())
-    if dtype is not None:
-        raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    (folder / CONFIG_FILE).write_text(json.dumps(raw, indent=2) + "\n")
-    for name in COMPANION_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
 
 
 def sync_tree(folder: Path) -> None:

@@ -124,10 +124,7 @@ def save_hf(decoder: Decoder, folder: Path | str, source: Path | str) -> Path:
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         staging.chmod(0o755)  # mkdtemp makes it private; a checkpoint is not
-        _write_config(decoder, source, staging)
-        for name in COMPANION_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, staging / name)
+        copy_companions(source, staging, decoder.dtype)
         save_file(_checkpoint_tensors(decoder), str(staging / WEIGHTS_FILE), metadata={"format": "pt"})
         _fsync(staging)
         _replace(staging, folder)
@@ -141,11 +138,21 @@ def _checkpoint_tensors(decoder: Decoder) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in decoder.named_parameters()}
 
 
-def _write_config(decoder: Decoder, source: Path, staging: Path) -> None:
+def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """What a reader of `folder` needs beside the weights, from `source`: config.json, tokenizer, and what those name.
+
+    With `dtype`, config.json says that one, under whichever of its names it has.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     raw = json.loads((source / CONFIG_FILE).read_text())
-    dtype = str(decoder.dtype).removeprefix("torch.")
-    raw["dtype" if "dtype" in raw else "torch_dtype"] = dtype
-    (staging / CONFIG_FILE).write_text(json.dumps(raw, indent=2) + "\n")
+    if dtype is not None:
+        for key in [name for name in ("dtype", "torch_dtype") if name in raw] or ["torch_dtype"]:
+            raw[key] = str(dtype).removeprefix("torch.")
+    (folder / CONFIG_FILE).write_text(json.dumps(raw, indent=2) + "\n")
+    modules = {f"{str(name).partition('.')[0]}.py" for name in (raw.get("auto_map") or {}).values()}
+    for name in (*COMPANION_FILES, *sorted(modules)):
+        if Path(name).name == name and (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _fsync(staging: Path) -> None:

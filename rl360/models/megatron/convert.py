@@ -21,8 +21,8 @@ from torch import Tensor
 
 from rl360.errors import CheckpointError
 from rl360.models.decoder import DecoderConfig
-from rl360.models.hf_folder import DEFAULT_SHARD_BYTES, LazyTensor, Ranks, copy_companions, new_folder, write_weights
-from rl360.models.loading import read_config
+from rl360.models.hf_folder import DEFAULT_SHARD_BYTES, LazyTensor, Ranks, new_folder, write_weights
+from rl360.models.loading import copy_companions, read_config
 from rl360.models.megatron import hf_weights, torch_dist
 from rl360.models.megatron.torch_dist import Box, Object, Reader
 from rl360.models.weight_files import WeightFiles, expected_tensors

@@ -209,7 +209,8 @@ class MegatronTrainer:
         """Write the current weights as an HF folder, whole or not at all; an existing one is replaced."""
         import torch
 
-        from rl360.models.hf_folder import copy_companions, sync_tree
+        from rl360.models.hf_folder import sync_tree
+        from rl360.models.loading import copy_companions
         from rl360.models.weight_files import INDEX_FILE, WEIGHTS_FILE
 
         folder = Path(folder)
@@ -257,7 +258,7 @@ class MegatronTrainer:
         self.version = self._call_all("restore", Path(folder))[0]
 
     def _begin_save(self, folder: Path) -> _RanksSave:
-        from rl360.models.hf_folder import copy_companions
+        from rl360.models.loading import copy_companions
 
         folder.mkdir(parents=True, exist_ok=True)
         self._call_all("begin_save", folder, self.version)

@@ -88,13 +88,7 @@ class _Streamed:
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._sources: Sequence[WeightSource] = ()
-        self._trainer: Any = None
         self._expectation: Expectation | None = None
-
-    def _take(self, trainer: Any) -> None:
-        if trainer is not self._trainer:
-            self._trainer = trainer
-            self._sources = sources_of(trainer)
 
     async def _pass(self, deliver: Callable[[WeightSource, BucketSpec], Awaitable[bool]]) -> None:
         """`deliver` sends one bucket and says whether anyone is left to send to."""
@@ -115,7 +109,7 @@ class _Streamed:
                         await asyncio.to_thread(source.release, upcoming.index)
                     return
                 spec = upcoming
-            expectation.merge(source.expectation())
+            expectation.merge(await asyncio.to_thread(source.expectation))
         self._expectation = expectation
 
     def expectation(self, kind: str) -> Expectation | None:
@@ -127,7 +121,7 @@ class HandleTransport(_Streamed):
     """`ipc`: engines on this machine open the trainer's memory themselves (CUDA IPC; shared memory on a CPU)."""
 
     async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None:
-        self._take(trainer)
+        self._sources = sources_of(trainer)
 
     async def send(self, engines: Sequence[WeightEngine]) -> Failures:
         failures = await each(engines, lambda engine: engine.tensor_parallel_size())
@@ -176,7 +170,7 @@ class BroadcastTransport(_Streamed):
 
     async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None:
         """Make the groups while the engines still generate."""
-        self._take(trainer)
+        self._sources = sources_of(trainer)
         size = self._engines_per_group or len(engines)
         self._failures = await self._form([engines[at : at + size] for at in range(0, len(engines), size)])
 

@@ -55,13 +55,21 @@ class StubTrainer:
         return [self._source]
 
 
-def embedded_fleet(folder: Path, log_dir: Path, num_servers: int, model: Path | None = None) -> Fleet:
+def embedded_fleet(
+    folder: Path,
+    log_dir: Path,
+    num_servers: int,
+    model: Path | None = None,
+    load_format: str | None = None,
+    more: tuple[str, ...] = (),
+) -> Fleet:
     flags = ServerFlags(
         model or folder,
         2048,
         command=EMBEDDED,
         dtype="float32",
-        extra_args=("--threads", "1", "--kv-cache-gib", "0.05"),
+        load_format=load_format,
+        extra_args=("--threads", "1", "--kv-cache-gib", "0.05", *more),
         environment={"OMP_NUM_THREADS": "1"},
     )
     return Fleet(launches(flags, num_servers, 0, []), log_dir, WATCH)

@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--device", default="cpu")
     found.add_argument("--kv-cache-gib", type=float, default=1.0, help="not SGLang's: memory of the KV cache")
     found.add_argument("--threads", type=int, default=0, help="not SGLang's: torch's threads; 0: every core")
+    found.add_argument("--skip-tokenizer-init", action="store_true", help="no strings: no text, no stops by string")
     found.add_argument("--enable-deterministic-inference", action="store_true")
     return found
 
@@ -77,7 +78,7 @@ def _server(asked: argparse.Namespace):  # type: ignore[no-untyped-def]  # its t
     )
     engine = EmbeddedEngine(
         decoder.requires_grad_(False),
-        asked.model_path,
+        None if asked.skip_tokenizer_init else asked.model_path,
         max_running_requests=asked.max_running_requests,
         kv_cache_gib=asked.kv_cache_gib,
         deterministic=asked.enable_deterministic_inference,

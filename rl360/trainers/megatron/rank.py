@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rl360.trainers.megatron.checkpoint import RankCheckpoint
     from rl360.trainers.megatron.publish import Written
     from rl360.trainers.megatron.training import Training
+    from rl360.trainers.megatron.weights import RankWeights
 
 
 class MegatronRank:
@@ -47,8 +48,11 @@ class MegatronRank:
         self._timeout = timedelta(seconds=timeout_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank")
         self._store: Any = None
+        self._address = "127.0.0.1"
         self._training: Training | None = None
         self._saver_of_training: RankCheckpoint | None = None
+        self._weights: RankWeights | None = None
+        self._weights_of: Training | None = None
 
     @property
     def training(self) -> Training:
@@ -63,6 +67,7 @@ class MegatronRank:
 
     async def join(self, host: str, port: int) -> None:
         """Meet the other ranks, make the groups, load the weights."""
+        self._address = host
         await self._run(self._join, host, port)
 
     async def step(self, micro_batches: SequenceABC[MicroBatch], num_trained_tokens: int) -> dict[str, float]:
@@ -78,6 +83,13 @@ class MegatronRank:
         from rl360.trainers.megatron.publish import write_stage
 
         return await self._run(lambda: write_stage(self.training, folder))
+
+    async def send_weights(self, method: str, args: tuple[Any, ...]) -> Any:
+        """One call of a `StageSource` (weights.py). A broken group is cut off while the rank's thread waits in it."""
+        if method == "leave":
+            assert self._weights is not None, "no weights were sent yet"
+            return await asyncio.to_thread(self._weights.source.leave, *args)
+        return await self._run(self._send_weights, method, args)
 
     async def begin_save(self, folder: Path, version: int) -> None:
         """Copy weights and optimizer, and write them in the background; see `RankCheckpoint.begin`."""
@@ -116,6 +128,14 @@ class MegatronRank:
         if self._saver_of_training is None or self._saver_of_training.training is not self.training:
             self._saver_of_training = RankCheckpoint(self.training)
         return self._saver_of_training
+
+    def _send_weights(self, method: str, args: tuple[Any, ...]) -> Any:
+        from rl360.trainers.megatron.weights import RankWeights
+
+        if self._weights is None or self._weights_of is not self.training:
+            self._weights = RankWeights(self.training, self._address, self._timeout.total_seconds())
+            self._weights_of = self.training
+        return self._weights.prepare() if method == "prepare" else getattr(self._weights.source, method)(*args)
 
     def _listen(self, host: str, port: int) -> int:
         from torch.distributed import TCPStore

@@ -161,6 +161,7 @@ async def test_a_request_that_the_engine_refuses_is_not_sent_again(kind: str, tm
     assert (session.stop, session.cause) == (Stop.INFRASTRUCTURE, "engine_status_400")
 
 
+@pytest.mark.slow
 async def test_a_slow_engine_is_waited_for(kind: str, tmp_path: Path) -> None:
     """Longer than SMG waits by default for a worker that finishes nothing (3 s), with a queue that grows."""
     async with rig(kind, tmp_path) as made:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from itertools import product
 from pathlib import Path
@@ -205,15 +204,15 @@ def test_another_model_is_named_and_nothing_changes(ranks, tied, tmp_path, chang
     trainer = ranks.again(model_dir=other, random_init_seed=4)
     weights = ranks.weights()
     with pytest.raises(CheckpointError, match=message):
-        asyncio.run(trainer._gather("restore", [(tmp_path / "saved",)] * SIZE, 60.0))  # `restore` would end the ranks
-    assert_equal_weights(ranks.weights(), weights)
+        trainer.restore(tmp_path / "saved")
+    assert_equal_weights(ranks.weights(), weights)  # of ranks that go on
 
 
 def test_a_checkpoint_with_more_than_the_model_is_refused(ranks, tied, untied, tmp_path):
     ranks.again(model_dir=untied, random_init_seed=3).save(tmp_path / "saved")
     trainer = ranks.again(model_dir=tiny_folder(tmp_path / "llama", num_hidden_layers=4, vocab_size=131))
     with pytest.raises(CheckpointError, match=r"k_layernorm.weight is not in a llama of this config"):
-        asyncio.run(trainer._gather("restore", [(tmp_path / "saved",)] * SIZE, 60.0))
+        trainer.restore(tmp_path / "saved")
     with pytest.raises(CheckpointError, match=r"k_layernorm.weight is not in a llama of this config"):
         export_hf(tmp_path / "saved", tmp_path / "out", model=tmp_path / "llama")
     assert not (tmp_path / "out").exists()
@@ -225,9 +224,9 @@ def test_weights_without_an_optimizer_are_refused(ranks, tied, tmp_path):
     trainer.publish(tmp_path / "hf")
     to_megatron(tmp_path / "hf", tmp_path / "megatron")
     with pytest.raises(CheckpointError, match=r"release: no training checkpoint .* named by model.path"):
-        asyncio.run(trainer._gather("restore", [(tmp_path / "megatron",)] * SIZE, 60.0))
+        trainer.restore(tmp_path / "megatron")
     with pytest.raises(CheckpointError, match=r"nothing: no Megatron checkpoint"):
-        asyncio.run(trainer._gather("restore", [(tmp_path / "nothing",)] * SIZE, 60.0))
+        trainer.restore(tmp_path / "nothing")
 
 
 def test_bf16_weights_come_back_with_their_fp32_masters(ranks, tied, tmp_path):

@@ -45,6 +45,5 @@ def test_a_run_learns_and_goes_on_from_its_checkpoint(axis, tiny_llama_dir, tmp_
     rows = metrics(out)
     # What the engine sampled with is what the trainer computes with, after every update and after the resume.
     assert [row["mismatch/logprob_diff_mean"] < 1e-4 for row in rows] == [True] * 3
-    assert all(row["perf/trajectories_per_gpu_hour"] > 0 for row in rows)
     assert recount(out).problems == []
     assert (out / "logs" / "trainer-1.log").is_file()

@@ -19,12 +19,13 @@ class CpuRank(MegatronRank):
     """`rank_target` of the tests."""
 
     dtype = torch.float32
+    backend = "gloo"
     _round = 0
 
     def _hardware(self) -> tuple[torch.device, torch.dtype, str]:
         torch.set_num_threads(1)
         install()
-        return torch.device("cpu"), self.dtype, "gloo"
+        return torch.device("cpu"), self.dtype, self.backend
 
     # ---- one set of processes, many cases
 
@@ -43,7 +44,9 @@ class CpuRank(MegatronRank):
         self._round += 1
         store = distributed.PrefixStore(f"round-{self._round}", self._store)
         size = self.settings.layout.world_size
-        distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=size, timeout=self._timeout)
+        distributed.init_process_group(
+            self.backend, store=store, rank=self.rank, world_size=size, timeout=self._timeout
+        )
         dtype = changes.pop("dtype", self.dtype)
         self.settings = replace(self.settings, **changes)
         self._training = self._train(torch.device("cpu"), dtype)

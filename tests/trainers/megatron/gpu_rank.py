@@ -13,6 +13,7 @@ from tests.trainers.megatron.cpu_rank import CpuRank
 
 class GpuRank(CpuRank):
     dtype = torch.bfloat16
+    backend = "nccl"
 
     def _hardware(self) -> tuple[torch.device, torch.dtype, str]:
         return MegatronRank._hardware(self)

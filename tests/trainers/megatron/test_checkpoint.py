@@ -10,10 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rl360.engine.state import CheckpointStore, RunState, verify_checkpoint
 from rl360.errors import CheckpointError, RL360Error
-from rl360.models.export import export_hf
+from rl360.models.export import export_hf, find_weights
 from rl360.models.megatron.convert import to_megatron
 from rl360.models.megatron.torch_dist import Reader
+from tests.models.megatron.processes import run_ranks
+from tests.models.megatron.ranks import load_release
 from tests.trainers.helpers import random_batch, tiny_folder
 from tests.trainers.megatron.group import Ranks
 
@@ -286,11 +289,44 @@ def test_four_ranks(untied, tmp_path):
         alone.close()
 
 
-def test_a_rank_that_dies_while_it_writes(ranks, tied, tmp_path):
-    """The last test: its ranks are gone then."""
-    trainer = ranks.again(model_dir=tied, random_init_seed=3)
-    pending = trainer.begin_save(tmp_path / "saved")
-    with pytest.raises(RL360Error):
-        trainer._call("die", [("kill",)], 30.0)
+@pytest.mark.slow
+@pytest.mark.parametrize(("written", "tensor", "pipeline"), [("tp2", 1, 2), ("pp2", 2, 1)])
+def test_megatrons_own_reader_loads_the_weights(ranks, untied, tmp_path, written, tensor, pipeline):
+    trainer = ranks.again(layout=LAYOUTS[written], model_dir=untied, random_init_seed=3, **SETTINGS)
+    trainer.step(random_batch(1))
+    trainer.save(tmp_path / "saved")
+    trainer.publish(tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_bytes((untied / "config.json").read_bytes())
+    folder = str(iteration(tmp_path / "saved"))
+    run_ranks(load_release, 2, tmp_path, folder, str(tmp_path / "hf"), tensor, pipeline)
+
+
+def test_a_run_saves_in_the_background_and_a_crash_leaves_the_checkpoint_before(ranks, tied, tmp_path):
+    """The last test: its ranks are killed while they write."""
+    trainer = ranks.again(layout=LAYOUTS["dp2"], model_dir=tied, random_init_seed=3, **SETTINGS)
+    store = CheckpointStore(tmp_path, keep_last=1, keep_best=False)
+    trainer.step(random_batch(1))
+    store.save(RunState(1, 1), trainer.begin_save)
+    trainer.step(random_batch(2))
+    store.save(RunState(2, 2), trainer.begin_save)
+    trainer.step(random_batch(3))
+    store.wait()
+    assert [one.state.iteration for one in store.completed()] == [1, 2]
+    latest = store.latest()
+    assert latest is not None
+    verify_checkpoint(latest)
+    assert Reader(iteration(latest.trainer_folder)).common()["rl360"]["num_steps"] == 2
+    assert find_weights(tmp_path).weights == latest.trainer_folder
+
+    def killed(folder: Path):
+        pending = trainer.begin_save(folder)
+        with pytest.raises(RL360Error):
+            trainer._call("die", [("kill",)], 30.0)
+        return pending
+
+    store.save(RunState(3, 3), killed)
     with pytest.raises(CheckpointError, match="ended before their checkpoint was complete"):
-        pending.wait()
+        store.wait()
+    again = CheckpointStore(tmp_path)
+    assert again.latest() == latest
+    assert not again.damaged()

@@ -7,9 +7,14 @@ Without --engine-urls the engines are stubs in processes of their own, twice: at
 at 50 a second, however many are open), which is how an engine looks that is not short of anything, and without one,
 which shows how many turns a second each way can carry. The agents are in processes of their own too, asynchronous, and
 keep every session busy. Each way gets the same prompts (as ids, or as the messages that become those ids), with
-logprobs, and the same number of new tokens. Prints tokens/s and turns/s of each way and the ratio to the engines alone.
+logprobs, and the same number of new tokens.
 
-On a machine with few cores engines, agents, proxy and SMG share them: the unpaced figures are then of all together.
+Every round runs all ways in a new order, each for at least --window-s; what is printed is the median over rounds of a
+way's throughput relative to the engines alone *in the same round*, with its range. One short window is worth nothing:
+0.1 s of it varied sevenfold on a busy machine, and once showed SMG five times as fast as the engines behind it. A
+range that is wide, or a ratio above 1, says that the machine was measured, not the hop. CPU a turn is of the hop's own
+processes, and less disturbed by what else runs. Stub engines count what arrives, and a way that skipped work fails.
+On a machine with few cores engines, agents, proxy and SMG share them: unpaced ratios are then of all together.
 """
 
 from __future__ import annotations
@@ -24,7 +29,9 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,17 +40,28 @@ TOKENS_PER_S = 50.0  # of one paced session
 TASK = "There is a small repository in /app. Its tests fail. Find out why, repair it, and say when you are done. "
 OBSERVATION = "exit=0\n" + "drwxr-xr-x 2 agent agent 4096 src/module.py  def function(x): return x + 1\n" * 5
 HOST = "127.0.0.1"
+WAYS = ("engines", "smg", "proxy", "proxy + smg")
+Run = tuple[float, list[float], int]  # wall seconds, seconds of each turn, tokens
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way for all requests. `hops`: the processes between agents and engines."""
+
+    run: Callable[[], Awaitable[Run]]
+    hops: Callable[[], list[int]]
 
 
 def run_engine(channel: Connection, pool: list[int], eos: int) -> None:
     """/generate with SGLang's fields, and the little that SMG asks of an engine."""
     from aiohttp import web
 
-    wanted, state = re.compile(rb'"max_new_tokens": ?(\d+)'), {"paced": True}
+    wanted, state = re.compile(rb'"max_new_tokens": ?(\d+)'), {"paced": True, "arrived": 0}
 
     async def generate(request: web.Request) -> web.Response:
         found = wanted.search(await request.read())
         assert found is not None
+        state["arrived"] += 1
         count, start = int(found[1]), random.randrange(len(pool))
         ids = [*(pool[(start + i) % len(pool)] for i in range(count - 1)), eos]
         meta = {
@@ -63,6 +81,10 @@ def run_engine(channel: Connection, pool: list[int], eos: int) -> None:
         state["paced"] = (await request.read()) == b"on"
         return web.Response()
 
+    async def arrived(request: web.Request) -> web.Response:
+        count, state["arrived"] = state["arrived"], 0
+        return web.json_response(count)
+
     async def info(request: web.Request) -> web.Response:
         return web.json_response({"model_path": "stub", "is_generation": True, "weight_version": "0"})
 
@@ -70,6 +92,7 @@ def run_engine(channel: Connection, pool: list[int], eos: int) -> None:
         app = web.Application(client_max_size=2**28)
         app.router.add_post("/generate", generate)
         app.router.add_post("/pace", pace)
+        app.router.add_post("/arrived", arrived)
         for path in ("/health", "/model_info", "/server_info"):
             app.router.add_get(path, info)
         runner = web.AppRunner(app, access_log=None)
@@ -167,8 +190,8 @@ class Bench:
             for url in self.engine_urls:
                 await client.post(f"{url}/pace", data=b"on" if paced else b"off")
 
-    def order(self, kind: str, work: Sequence[Any], *rest: Any) -> tuple[float, list[float], int]:
-        """(wall seconds, seconds of each turn, tokens) of all agents together."""
+    def order(self, kind: str, work: Sequence[Any], *rest: Any) -> Run:
+        """All agents together."""
         began = time.monotonic()
         for index, agent in enumerate(self.agents):
             agent.send((kind, work[index :: len(self.agents)], *rest))
@@ -176,14 +199,18 @@ class Bench:
         wall_s = time.monotonic() - began
         return wall_s, [s for seconds, _ in answers for s in seconds], sum(tokens for _, tokens in answers)
 
-    async def through_proxy(self, kind: str, folder: Path) -> tuple[float, list[float], int]:
+    async def gateway(self, kind: str, folder: Path, stack: AsyncExitStack) -> Way:
+        """A gateway that stays for all rounds; each run opens sessions of its own."""
         from rl360.engine.workers import LocalWorkerGroup
         from rl360.gateway.direct import DirectGateway
         from rl360.gateway.smg import SmgGateway
         from rl360.types import AttemptSpec, Sampling, Task
 
+        groups: list[LocalWorkerGroup] = []
+
         def make_workers(target: str, size: int, kwargs: Any, name: str) -> LocalWorkerGroup:
-            return LocalWorkerGroup(target, size, kwargs, name=name, log_dir=folder / kind)
+            groups.append(LocalWorkerGroup(target, size, kwargs, name=name, log_dir=folder / kind))
+            return groups[-1]
 
         cls = DirectGateway if kind == "direct" else SmgGateway
         gateway: Any = cls(
@@ -193,21 +220,36 @@ class Bench:
             log_dir=folder / kind,
             request_timeout_s=600.0,
         )
+        stack.push_async_callback(gateway.close)
         await gateway.start()
-        try:
+        runs = iter(range(10**9))
+
+        async def run() -> Run:
             sampling = Sampling(max_new_tokens=self.arguments.tokens, max_context_tokens=10**6, max_turns=10**6)
-            task = Task("bench", Path(), (), "")
-            specs = [AttemptSpec(f"{kind}{i}", "g", 0, task, sampling, i) for i in range(self.arguments.sessions)]
+            task, number = Task("bench", Path(), (), ""), next(runs)
+            names = [f"{kind}{number}-{i}" for i in range(self.arguments.sessions)]
+            specs = [AttemptSpec(name, "g", 0, task, sampling, i) for i, name in enumerate(names)]
             urls = [await gateway.open(spec) for spec in specs]
             result = await asyncio.to_thread(self.order, "chat", urls, self.arguments.turns)
             sessions = [await gateway.close_session(spec.try_id) for spec in specs]
-        finally:
-            await gateway.close()
-        if not self.prompts:
-            self.prompts = [_prompts(session) for session in sessions]
-        return result
+            if any(session.engine_resends for session in sessions):
+                raise RuntimeError("requests were sent again: not a clean measurement")
+            if not self.prompts:
+                self.prompts = [_prompts(session) for session in sessions]
+            return result
 
-    async def ids(self, urls: Sequence[str], key: str = "") -> tuple[float, list[float], int]:
+        return Way(run, lambda: [group.pid(0) for group in groups])
+
+    async def smg(self, folder: Path, stack: AsyncExitStack) -> Way:
+        from rl360.gateway.ports import free_port
+        from rl360.gateway.smg_worker import SmgWorker
+
+        smg = SmgWorker(0, self.engine_urls, HOST, free_port(), free_port(), folder / "smg", smg_key="bench")
+        await smg.start()
+        stack.push_async_callback(smg.close)
+        return Way(lambda: self.ids([smg.url()], "bench"), lambda: [int(smg.state()["pid"])])
+
+    async def ids(self, urls: Sequence[str], key: str = "") -> Run:
         """The same prompts as ids, to the engines or to SMG."""
         from rl360.gateway.engine_client import generate_body
         from rl360.gateway.generation import sampling_params
@@ -225,34 +267,78 @@ class Bench:
             )
         return await asyncio.to_thread(self.order, "generate", work)
 
-    async def through_smg(self, folder: Path) -> tuple[float, list[float], int]:
-        from rl360.gateway.ports import free_port
-        from rl360.gateway.smg_worker import SmgWorker
+    async def arrived(self) -> int:
+        """Requests that the stub engines got since the last call."""
+        import aiohttp
 
-        smg = SmgWorker(0, self.engine_urls, HOST, free_port(), free_port(), folder / "smg", smg_key="bench")
-        await smg.start()
-        try:
-            return await self.ids([smg.url()], "bench")
-        finally:
-            await smg.close()
+        async with aiohttp.ClientSession() as client:
+            total = 0
+            for url in self.engine_urls:
+                async with client.post(f"{url}/arrived") as response:
+                    total += int(await response.json())
+        return total
 
-    async def measure(self, folder: Path, paced: bool) -> None:
+    async def window(self, way: Way) -> tuple[float, float, float]:
+        """(tokens/s, median seconds of a turn, CPU seconds of the hops a turn) over at least --window-s."""
+        wall_s, tokens, seconds = 0.0, 0, []
         if self.stubs:
-            await self.pace(paced)
-        found: dict[str, tuple[float, list[float], int]] = {}
-        found["proxy"] = await self.through_proxy("direct", folder)
-        found["proxy + smg"] = await self.through_proxy("smg", folder)
-        found["smg"] = await self.through_smg(folder)
-        found["engines"] = await self.ids(self.engine_urls)
-        rates = {name: tokens / wall_s for name, (wall_s, _, tokens) in found.items()}
-        print(f"{'paced' if paced else 'without a pace'}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-        for name in ("engines", "smg", "proxy", "proxy + smg"):
-            wall_s, seconds, _ = found[name]
-            print(
-                f"  {name:12} {rates[name]:9.0f} tokens/s  {len(seconds) / wall_s:7.1f} turns/s  a turn "
-                f"{1000 * statistics.median(seconds):7.0f} ms  ratio {rates[name] / rates['engines']:.3f}",
-                flush=True,
-            )
+            await self.arrived()
+        cpu_s = _cpu_s(way.hops())
+        while wall_s < self.arguments.window_s:
+            run_s, turns, sampled = await way.run()
+            wall_s, tokens, seconds = wall_s + run_s, tokens + sampled, seconds + turns
+        cpu_s = _cpu_s(way.hops()) - cpu_s
+        if self.stubs and (got := await self.arrived()) != len(seconds):
+            raise RuntimeError(f"{len(seconds)} turns were answered, the engines got {got} requests")
+        return tokens / wall_s, statistics.median(seconds), cpu_s / len(seconds)
+
+    async def measure(self, folder: Path) -> None:
+        async with AsyncExitStack() as stack:
+            if self.stubs:
+                await self.pace(False)
+            ways = {
+                "proxy": await self.gateway("direct", folder, stack),
+                "proxy + smg": await self.gateway("smg", folder, stack),
+                "smg": await self.smg(folder, stack),
+                "engines": Way(lambda: self.ids(self.engine_urls), list),
+            }
+            for name in (
+                "proxy",
+                "proxy + smg",
+                "smg",
+                "engines",
+            ):  # connections and caches; the proxy makes the prompts
+                await ways[name].run()
+            for paced in (True, False) if self.stubs else (False,):
+                if self.stubs:
+                    await self.pace(paced)
+                rounds = []
+                for _ in range(self.arguments.rounds):
+                    order = random.sample(WAYS, len(WAYS))
+                    rounds.append({name: await self.window(ways[name]) for name in order})
+                _report(rounds, "paced" if paced else "without a pace")
+
+
+def _report(rounds: Sequence[dict[str, tuple[float, float, float]]], title: str) -> None:
+    print(f"{title}: {len(rounds)} rounds; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    for name in WAYS:
+        rates = [found[name][0] for found in rounds]
+        ratios = sorted(found[name][0] / found["engines"][0] for found in rounds)
+        print(
+            f"  {name:12} {statistics.median(rates):8.0f} tokens/s ({min(rates):.0f} to {max(rates):.0f})  a turn "
+            f"{1000 * statistics.median(found[name][1] for found in rounds):6.0f} ms  CPU of the hops "
+            f"{1000 * statistics.median(found[name][2] for found in rounds):5.2f} ms a turn  "
+            f"ratio {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
+            flush=True,
+        )
+
+
+def _cpu_s(pids: Sequence[int]) -> float:
+    """CPU seconds of these processes and of those that they started."""
+    import psutil
+
+    found = {one for pid in pids for one in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))}
+    return sum(one.cpu_times().user + one.cpu_times().system for one in found)
 
 
 def _prompts(session: Any) -> list[list[int]]:
@@ -274,12 +360,13 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=2, help="processes that play the agents")
     parser.add_argument("--engine-urls", nargs="*", default=[], help="real engines instead of stubs")
     parser.add_argument("--tokenizer", type=Path, default=default_models_dir() / "smollm2_135m")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--window-s", type=float, default=3.0, help="least seconds of one way in one round")
     bench = Bench(parser.parse_args())
     try:
         bench.start()
         with tempfile.TemporaryDirectory(prefix="rl360-gateway-") as folder:
-            for paced in (True, False) if bench.stubs else (False,):
-                asyncio.run(bench.measure(Path(folder), paced))
+            asyncio.run(bench.measure(Path(folder)))
     finally:
         bench.stop()
 

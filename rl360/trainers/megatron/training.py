@@ -28,6 +28,7 @@ from rl360.models.loading import read_config
 from rl360.models.megatron.blocks import gather_hidden
 from rl360.models.megatron.hf_weights import load_hf
 from rl360.models.megatron.model import Chunk, build_model
+from rl360.models.megatron.wgrad import complete_in_backward
 from rl360.protocols import Algorithm
 from rl360.trainers.megatron.head import head_logprobs, head_loss
 from rl360.trainers.megatron.offload import Offloader
@@ -121,23 +122,22 @@ class Training:
         return chunks
 
     def _with_buffers(self, chunks: list[nn.Module]) -> list[Any]:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
+        from megatron.core.distributed import finalize_model_grads
 
-        config = cast(Chunk, chunks[0]).config
-        ours = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        from rl360.trainers.megatron.buffers import with_buffers
 
         def finalize(model: Any, num_tokens: Any, **others: Any) -> None:
             finalize_model_grads(model, None, **others)  # sums, divided by nothing
 
+        layout = self.settings.layout
+        wrapped = with_buffers(chunks, overlap=layout.data * layout.context > 1)
+        config = cast(Chunk, chunks[0]).config
         config.finalize_model_grads_func = finalize
-        return [
-            DistributedDataParallel(config, ours, chunk, disable_bucketing=index > 0)
-            for index, chunk in enumerate(chunks)
-        ]
+        if layout.data * layout.context > 1:
+            # The schedules hold the exchange back until a step's last micro-batch.
+            no_sync = [chunk.no_sync for chunk in wrapped]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        return wrapped
 
     # ---- a step
 
@@ -344,7 +344,8 @@ class Training:
             hidden_U, weight, token_loss=token_loss, head_grad=weight.main_grad, **self._head_arguments(work, head)
         )
         sums.add({ENTROPY: entropy_sum})
-        return loss
+        is_embedding_too = head.share_embeddings_and_output_weights and head.pre_process
+        return loss if is_embedding_too else complete_in_backward(loss, weight)
 
     def _over_ranks(self, sums: _Sums) -> dict[str, float]:
         """Sums and maxima over data and context ranks, in one exchange each; empty where there is no head."""

@@ -25,6 +25,9 @@ class CpuRank(MegatronRank):
     def _hardware(self) -> tuple[torch.device, torch.dtype, str]:
         torch.set_num_threads(1)
         install()
+        from rl360.trainers.megatron import buffers
+
+        buffers.MIN_BUCKET_ELEMENTS, buffers.BUCKET_ELEMENTS_PER_RANK = 3000, 0  # several even in a tiny model
         return torch.device("cpu"), self.dtype, self.backend
 
     # ---- one set of processes, many cases
@@ -109,6 +112,11 @@ class CpuRank(MegatronRank):
             for group, model_group in zip(part.optimizer.param_groups, model_groups, strict=True):
                 found |= {names[id(p)]: (group["lr"], group["weight_decay"]) for p in model_group}
         return found
+
+    async def num_buckets(self) -> int:
+        return await self._run(
+            lambda: sum(len(buffer.buckets) for chunk in self.training.chunks for buffer in chunk.buffers)
+        )
 
     async def bytes_held(self) -> int:
         """Of weights, gradients, masters and moments."""

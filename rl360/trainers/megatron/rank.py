@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
     from rl360.trainers.megatron.publish import Written
     from rl360.trainers.megatron.training import Training
     from rl360.trainers.megatron.weights import RankWeights
+
+
+# Of a rank that is idle; the driver gives a worker 5 s in all.
+LEAVE_TIMEOUT_S = 3.0
 
 
 class MegatronRank:
@@ -115,6 +121,8 @@ class MegatronRank:
 
     async def close(self) -> None:
         """Leave the groups. A rank whose thread is busy (a hung collective) is left to be killed."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._run(self._leave), LEAVE_TIMEOUT_S)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # ---- on the rank's own thread
@@ -145,10 +153,19 @@ class MegatronRank:
         )
         return int(self._store.port)
 
+    def _leave(self) -> None:
+        from torch import distributed
+
+        self._training = None
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
     def _join(self, host: str, port: int) -> None:
         import torch
         from torch import distributed
 
+        # megatron-core warns, from many places, that Transformer Engine and Apex are not there.
+        warnings.filterwarnings("ignore", module=r"megatron\.")
         size = self.settings.layout.world_size
         if self._store is None:
             self._store = distributed.TCPStore(

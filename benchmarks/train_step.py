@@ -76,7 +76,8 @@ def main() -> None:
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
         found: dict[str, Any] = {
-            "arguments": {k: str(v) for k, v in vars(args).items() if k != "json"},
+            "arguments": {k: str(v) for k, v in vars(args).items() if k != "json"}
+            | {"cases": " ".join(case.name for case in args.cases)},
             "layers": shape.num_layers,
         }
         found["roofline_ms"] = {} if args.no_roofline else measured_rooflines(shape, args, Path(scratch))

@@ -161,6 +161,7 @@ class Session:
     engine_resends: int = 0  # requests that failed under us and that the proxy sent again
     engine_moves: int = 0  # how often the session went on with another engine
     sampling_s: float = 0.0  # of engine_wait_s: what sampling these tokens takes; the rest were queues and pauses
+    unanswered: bool = False  # the last call was still without an answer when its client was gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Wall seconds of the phases of one try. engine_wait_s is inside agent_s."""
+    """Wall seconds of the phases of one try. engine_wait_s is inside agent_s, an agent's own setup inside sandbox_s."""
 
     queue_s: float = 0.0
     sandbox_s: float = 0.0

@@ -59,6 +59,8 @@ class Call:
 
     key: bytes
     task: asyncio.Task[Answer]
+    began: float  # by the session's clock
+    ended: float = float("inf")
     clients: int = 0
     delivered: bool = False
 
@@ -163,7 +165,7 @@ class ProxySession:
         number = self._numbers.setdefault(request.key, len(self._numbers))
         task = asyncio.get_running_loop().create_task(self._run(request, number, given_up))
         task.add_done_callback(_retrieve)
-        call = Call(request.key, task)
+        call = Call(request.key, task, self._clock())
         self._calls[request.key] = call
         return call
 
@@ -183,13 +185,14 @@ class ProxySession:
     async def close(self) -> Session:
         """End every call and hand over the record. No call is accepted afterwards."""
         self._closed = True
+        unanswered = self._unanswered()
         open_tasks = [call.task for call in self._calls.values() if not call.task.done()]
         for task in open_tasks:
             task.cancel()
         await asyncio.gather(*open_tasks, return_exceptions=True)
         self._services.pool.forget(self.spec.try_id)
         self._drop_undelivered()
-        return await self._offload(self._record)
+        return replace(await self._offload(self._record), unanswered=unanswered)
 
     # -- one call ----------------------------------------------------------------------------------------------------
 
@@ -215,7 +218,9 @@ class ProxySession:
             raise RequestError(500, f"proxy_error: {error!r}", code="proxy_error") from error
         if self._failure is not None and self._failure[0] < started:
             self._failure = None  # it recovered: this call began after the failure and was answered
-        self._turns.append((turn, self._calls[request.key]))
+        call = self._calls[request.key]
+        call.ended = self._clock()
+        self._turns.append((turn, call))
         if plan.fork_reason:
             log.info("%s turn %d: segment %d began: %s", self.spec.try_id, number, turn.segment, plan.fork_reason)
         return answer
@@ -349,6 +354,16 @@ class ProxySession:
             if not (call.abandoned and not built_upon and self._tokens.drop_last_turn(turn.segment)):
                 kept.append((turn, call))
         self._turns = kept[::-1]
+
+    def _unanswered(self) -> bool:
+        """Whether a client waited for the engine, in vain, after the last answer that it read.
+
+        A call that another one overtook tells nothing: an agent with several of them may end on what the first says.
+        """
+        answered_until = max((call.ended for call in self._calls.values() if call.delivered), default=float("-inf"))
+        return any(
+            not call.delivered and not call.failed and call.began >= answered_until for call in self._calls.values()
+        )
 
     def _num_truncated(self) -> int:
         return sum(turn.finish_reason == "length" for turn, call in self._turns if not call.abandoned)

@@ -13,6 +13,7 @@ as its own unless it, or what led to it, names the model's side or the sandbox's
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,10 +23,14 @@ from harbor.trial.trial import Trial
 
 from rl360.agents.blame import sandbox_answers
 from rl360.agents.endpoint import ENDPOINT_ERRORS
-from rl360.rollout.failures import DISK_FULL, EXCEPTIONS, Row
+from rl360.rollout.failures import EXCEPTIONS, Row
 
 log = logging.getLogger(__name__)
 
+# What the operating system says when a machine, and not a path or a command that the policy chose, is at its end.
+_HOST_ERRNOS = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO, errno.EROFS,
+})  # fmt: skip
 _UNDER_THE_AGENT = ("model_", "sandbox_")  # causes of failures that agents wrap in errors of their own
 
 
@@ -57,18 +62,24 @@ def is_agents_own(error: Exception) -> bool:
     """Whether an agent's program raises such an error by itself, as far as names tell.
 
     The error's own class or its nearest known base class decides, and nothing that it was raised from, and no other
-    base class, may be a failure of the model's side or of the sandbox.
+    base class, may be a failure of the model's side, of the sandbox or of this host.
     """
     if isinstance(error, ENDPOINT_ERRORS):
         return False  # our agents raise nothing else of a model call, and BadRequestError also of a lost session
-    if DISK_FULL in str(error):
-        return False  # of the host: a full sandbox is an exit code
+    if any(_hosts(one) for one in _chain(error)):
+        return False
     rows = _rows_of(error)
     if rows and not _agents(rows[0]):
         return False
     return not any(
         row.cause.startswith(_UNDER_THE_AGENT) and not _agents(row) for one in _chain(error) for row in _rows_of(one)
     )
+
+
+def _hosts(error: BaseException) -> bool:
+    """Whether this machine ran out of something or broke. A full sandbox is an exit code, and what it printed is only
+    text: a policy can print anything."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _HOST_ERRNOS)
 
 
 def _rows_of(error: BaseException) -> list[Row]:

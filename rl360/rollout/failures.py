@@ -230,7 +230,7 @@ CAUSES: Mapping[str, Row] = MappingProxyType(
                     "engine_reply",
                     "engine_status_408",
                     "engine_status_429",
-                    "engine_wait",  # Harbor's timer ran out while the engine had the agent wait
+                    "engine_wait",  # Harbor's timer or the agent's own ran out while the engine had it wait
                     "no_model_call",
                     "proxy_error",
                     "proxy_session_lost",
@@ -334,6 +334,8 @@ def _of_trial(trial: TrialResult, session: Session, agent_timeout_s: float) -> V
     row = EXCEPTIONS.get(name, Row(Action.REQUEUE, f"unclassified_{name}"))
     own = trial.agent_metadata.get(AGENT_ERROR)
     if own is not None and session.turns and (name == own or row.cause.startswith("verifier_")):
+        if session.unanswered and name == own:
+            return classify_cause("engine_wait")  # a client of its own gave up on the engine before the proxy did
         # The agent's program failed on what the policy said: its sandbox went on answering, and so did the engine.
         end = session.stop or Stop.AGENT_ERROR
         return Verdict(Action.TRAIN, end) if has_verdict else Verdict(Action.SCORE_ZERO, end, str(own))

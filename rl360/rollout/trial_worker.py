@@ -206,8 +206,10 @@ def _map(
             metadata.update(harbor.agent_result.metadata or {})
         metadata.pop(AGENT_ERROR, None)  # ours to say
         if agents_own is not None:
-            metadata[AGENT_ERROR] = type(agents_own).__name__
-            failure = failure or (type(agents_own).__name__, str(agents_own))
+            own = (type(agents_own).__name__, str(agents_own))
+            if failure is None or failure[0] != own[0]:  # a later failure of the same name must not pass for this one
+                metadata[AGENT_ERROR] = own[0]
+            failure = failure or own
         if harbor.verifier_result is not None and harbor.verifier_result.rewards:
             rewards = {key: float(value) for key, value in harbor.verifier_result.rewards.items()}
             if len(rewards) > _MAX_REWARD_KEYS or any(not abs(value) <= _MAX_REWARD for value in rewards.values()):
@@ -215,8 +217,9 @@ def _map(
                 rewards = None
         timings = Timings(
             queue_s=queue_s,
-            sandbox_s=_seconds(harbor.environment_setup),
-            agent_s=_seconds(harbor.agent_setup) + _seconds(harbor.agent_execution),
+            # An agent's own setup may install programs for minutes: none of that is the policy's time.
+            sandbox_s=_seconds(harbor.environment_setup) + _seconds(harbor.agent_setup),
+            agent_s=_seconds(harbor.agent_execution),
             verify_s=_seconds(harbor.verifier),
             total_s=queue_s + total_s,
         )

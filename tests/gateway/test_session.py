@@ -186,6 +186,32 @@ async def test_a_client_that_hangs_up_and_asks_again_finds_its_answer() -> None:
     assert (driven.model.num_requests, len(session.turns), session.retries_deduplicated) == (1, 1, 1)
 
 
+async def test_a_client_that_gave_up_on_the_engine_is_remembered() -> None:
+    with agent() as driven:
+        first = await driven.say(HELLO)
+        driven.engine.gate = asyncio.Event()
+        hung_up = asyncio.create_task(driven.ask(then(first)))
+        await asyncio.sleep(0.05)
+        hung_up.cancel()
+        await asyncio.sleep(0)
+        assert (await driven.session.close()).unanswered
+    with agent() as driven:
+        await driven.say(HELLO)
+        assert not (await driven.session.close()).unanswered
+
+
+async def test_a_call_that_another_one_overtook_is_no_wait_for_the_engine() -> None:
+    with agent() as driven:
+        driven.engine.gate = asyncio.Event()
+        slow = asyncio.create_task(driven.ask(HELLO))
+        await asyncio.sleep(0.05)
+        driven.engine.gate = None
+        await driven.ask([{"role": "user", "content": "another"}])
+        slow.cancel()
+        await asyncio.sleep(0)
+        assert not (await driven.session.close()).unanswered
+
+
 async def test_a_client_that_hangs_up_and_moves_on_leaves_no_fork() -> None:
     with agent(max_turns=2) as driven:
         first = await driven.say(HELLO)

@@ -42,6 +42,8 @@ def raised(error: Exception, cause: Exception | None = None, while_handling: Exc
         FileNotFoundError("/logs/agent/trajectory.json"),
         ExceptionGroup("tasks", [KeyError("x"), ValueError("y")]),
         named("NeverSeenError"),
+        named("NonZeroAgentExitCodeError", RuntimeError, "stdout: No space left on device"),  # printed, not raised
+        OSError(7, "Argument list too long"),
     ],
     ids=repr,
 )
@@ -65,6 +67,9 @@ def test_errors_of_the_agents_own(error: Exception) -> None:
         raised(RuntimeError("sandbox ended"), cause=named("SandboxDied", RuntimeError)),
         ExceptionGroup("tasks", [KeyError("x"), named("DaytonaConnectionError")]),
         OSError(28, "No space left on device"),
+        OSError(24, "Too many open files"),
+        raised(RuntimeError("the log was not written"), cause=OSError(28, "No space left on device")),
+        raised(ValueError("no child"), while_handling=BlockingIOError(11, "Resource temporarily unavailable")),
     ],
     ids=repr,
 )

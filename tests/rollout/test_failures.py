@@ -26,8 +26,9 @@ def session(
     engine_wait_s: float = 0.0,
     turns: int = 1,
     sampling_s: float = 0.0,
+    unanswered: bool = False,
 ) -> Session:
-    return Session((), (TURN,) * turns, stop, cause, engine_wait_s, sampling_s=sampling_s)
+    return Session((), (TURN,) * turns, stop, cause, engine_wait_s, sampling_s=sampling_s, unanswered=unanswered)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,13 @@ def test_what_an_agent_raised_is_not_the_policys_when_something_under_it_failed(
     # The sandbox died later, under the verifier.
     later = classify(trial("SandboxDied", None, agent_error="KeyError"), session(), BUDGET_S)
     assert (later.action, later.cause) == (Action.REQUEUE, "sandbox_died")
+    # Its own client gave up on an engine that was slow: what it raised then is no word of the policy.
+    gave_up = classify(
+        trial("NonZeroAgentExitCodeError", {"reward": 0.0}, agent_error="NonZeroAgentExitCodeError"),
+        session(unanswered=True),
+        BUDGET_S,
+    )
+    assert (gave_up.action, gave_up.cause) == (Action.REQUEUE, "engine_wait")
     # Nobody looked whether the sandbox answered: the table as it stands.
     assert classify(trial("RecursionError"), session(), BUDGET_S).cause == "agent_recursion"
 

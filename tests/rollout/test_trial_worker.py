@@ -27,6 +27,8 @@ TEST_SH = """#!/bin/bash
 if timeout 10 python3 -S /tests/check.py; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
 CHECK_PY = 'import sys\nsys.path.insert(0, "/app")\nfrom solution import double\nassert double(3) == 6\n'
+CHEATER_SETUP_S = 1.5
+BREAKS_AGENT = f"{__name__}:Breaks"
 LOOP_AGENT = f"{__name__}:LeavesALoop"
 
 
@@ -213,6 +215,36 @@ async def test_a_killed_sandbox_has_no_verdict(make_worker: MakeWorker, model: A
     assert (result.rewards, result.exception_type) == (None, "RuntimeError")
 
 
+class Breaks:
+    """Wraps a made-up Harbor agent that raises the same name as a sandbox that dies under the verifier does."""
+
+    DEFAULT_SETUP_TIMEOUT_SEC = 60.0
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = LeavesALoop(*args, **kwargs)
+
+        async def run(instruction: str, environment: Any, context: Any) -> None:
+            raise RuntimeError("Command timed out after 30 seconds")
+
+        made.run = run
+        return made
+
+    name = staticmethod(lambda: "breaks")
+
+
+async def test_a_sandbox_killed_after_the_agents_own_error_of_the_same_name(
+    make_worker: MakeWorker, model: Any, tmp_path: Path
+) -> None:
+    """The later failure decides. Taken for the agent's own error it would score zero."""
+    dies = make_task(tmp_path / "t", test_sh="#!/bin/bash\nkill -9 2; sleep 5\n")
+    result = await one(make_worker, model, dies, agent={"import_path": BREAKS_AGENT})
+    assert (result.rewards, result.exception_type) == (None, "RuntimeError")
+    assert "timed out" not in (result.exception_message or "")
+    assert "agent_error" not in result.agent_metadata
+    judged = await one(make_worker, model, make_task(tmp_path / "u"), agent={"import_path": BREAKS_AGENT})
+    assert (judged.rewards, judged.agent_metadata["agent_error"]) == ({"reward": 0.0}, "RuntimeError")
+
+
 async def test_lifetime(make_worker: MakeWorker, model: Any, tmp_path: Path) -> None:
     task = make_task(tmp_path / "t", test_sh="#!/bin/bash\nsleep 30\n")
     result = await one(make_worker, model, task, sandbox={"lifetime_s": 1.0})
@@ -272,7 +304,7 @@ class LeavesALoop:
                 return "0"
 
             async def setup(self, environment: Any) -> None:
-                pass
+                await asyncio.sleep(CHEATER_SETUP_S)
 
             async def run(self, instruction: str, environment: Any, context: Any) -> None:
                 loop = (
@@ -297,6 +329,8 @@ async def test_a_loop_that_writes_the_reward_scores_zero(make_worker: MakeWorker
     task = make_task(tmp_path / "t")
     result = await one(make_worker, model, task, agent={"import_path": LOOP_AGENT})
     assert (result.rewards, result.exception_type) == ({"reward": 0.0}, None)
+    # An agent's own setup is none of the time that counts against the policy's budget.
+    assert result.timings.agent_s < CHEATER_SETUP_S <= result.timings.sandbox_s
 
 
 async def test_concurrency_is_bounded_and_starts_are_staggered(

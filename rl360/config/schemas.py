@@ -83,6 +83,7 @@ class MegatronTrainerConfig(TrainerConfig):
     recompute: str = "none"  # none | core_attn | full: what the backward pass computes again rather than keeps
     transformer_engine: bool = False  # layers of Transformer Engine, where that is installed
     compile: bool = True  # torch.compile what stands between matrices and attention; CUDA only
+    overlap_grad_reduce: bool = False  # data and context ranks exchange gradients beside the backward pass
     async_checkpoint: bool = True  # the run goes on while a checkpoint is written
     step_timeout_s: float = 900.0  # one step of all ranks; below cluster.no_progress_s
     start_timeout_s: float = 900.0  # processes, NCCL and weights of all ranks; below cluster.no_progress_s
@@ -241,6 +242,16 @@ class CheckpointConfig:
 
 
 @dataclass
+class MismatchConfig:
+    """How far engine and trainer may be apart; see docs/guide/mismatch.md. Null: no such limit."""
+
+    max_kl: float | None = 0.01  # of mismatch/kl, nats a token; above it a warning says where to look
+    max_ratio: float | None = None  # of mismatch/ratio_max
+    canary_growth: float = 1.5  # with trainer.learning_rate 0: how much the mean difference may grow over the run
+    stop: bool = False  # true: an alarm ends the run; false: it warns
+
+
+@dataclass
 class ClusterConfig:
     _target_: str = "launchers.local.LocalLauncher"
     name: str = "local"
@@ -279,6 +290,7 @@ class RootConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logger: dict[str, LoggerConfig] = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
 

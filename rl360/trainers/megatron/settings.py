@@ -29,6 +29,7 @@ class TrainingSettings:
     logprob_chunk_tokens: int = 1024
     recompute: str = "none"
     compile: bool = True
+    overlap_grad_reduce: bool = False
     transformer_engine: bool = False
     random_init_seed: int | None = None  # None: the folder's weights
     seed: int = 0

@@ -35,6 +35,7 @@ from rl360.trainers.megatron.offload import Offloader
 from rl360.trainers.megatron.optim import ShardedOptimizer
 from rl360.trainers.megatron.settings import PEAK_MEMORY, PEAK_RESERVED, TrainingSettings
 from rl360.trainers.megatron.work import Targets, Work
+from rl360.trainers.mismatch import mismatch_means, mismatch_sums
 from rl360.trainers.packing import MicroBatch
 
 ENTROPY = "train/entropy"
@@ -130,10 +131,11 @@ class Training:
             finalize_model_grads(model, None, **others)  # sums, divided by nothing
 
         layout = self.settings.layout
-        wrapped = with_buffers(chunks, overlap=layout.data * layout.context > 1)
+        overlap = self.settings.overlap_grad_reduce and layout.data * layout.context > 1
+        wrapped = with_buffers(chunks, overlap)
         config = cast(Chunk, chunks[0]).config
         config.finalize_model_grads_func = finalize
-        if layout.data * layout.context > 1:
+        if overlap:
             # The schedules hold the exchange back until a step's last micro-batch.
             no_sync = [chunk.no_sync for chunk in wrapped]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -164,7 +166,7 @@ class Training:
             totals = self._over_ranks(sums)
             if ENTROPY in totals:
                 totals[ENTROPY] /= num_trained_tokens
-            per_update.append({**totals, "train/grad_norm": norm, "train/lr": rate})
+            per_update.append({**mismatch_means(totals), "train/grad_norm": norm, "train/lr": rate})
         metrics = _over_updates(per_update)
         if self.device.type == "cuda":
             metrics[PEAK_MEMORY] = torch.cuda.max_memory_allocated(self.device) / 2**30
@@ -321,6 +323,7 @@ class Training:
         proximal_M = constants.proximal.get(work.index)
         reference_M = constants.reference.get(work.index)
         correction_M = constants.corrections.get(work.index)
+        chunks: list[Tensor] = []  # logprobs of this very pass, in the order of M
 
         def token_loss(tokens: slice, logprobs_M: Tensor) -> Tensor:
             with torch.enable_grad():
@@ -335,6 +338,7 @@ class Training:
                     *(() if correction_M is None else (correction_M[tokens],)),
                 )
                 (grad_M,) = torch.autograd.grad(loss, current_M)
+            chunks.append(logprobs_M.detach())
             sums.add({LOSS: loss.detach(), **metrics})
             return grad_M
 
@@ -344,6 +348,9 @@ class Training:
             hidden_U, weight, token_loss=token_loss, head_grad=weight.main_grad, **self._head_arguments(work, head)
         )
         sums.add({ENTROPY: entropy_sum})
+        if chunks:
+            before_M = torch.cat(chunks) if proximal_M is None else proximal_M
+            sums.add(mismatch_sums(before_M, targets.behaviour_M, targets.weights_M, targets.places_M))
         is_embedding_too = head.share_embeddings_and_output_weights and head.pre_process
         return loss if is_embedding_too else complete_in_backward(loss, weight)
 
@@ -378,7 +385,8 @@ def _metric_names(algorithm: Algorithm, device: torch.device) -> list[str]:
     one = torch.zeros(1, device=device)
     correction = (one,) if algorithm.needs_sequence_ratios else ()
     _, metrics = algorithm.loss(one, one, one, one, one, one if algorithm.needs_reference else None, *correction)
-    return [LOSS, ENTROPY, *metrics]
+    mismatch = mismatch_sums(one, one, one, torch.zeros(1, dtype=torch.int64, device=device))
+    return [LOSS, ENTROPY, *metrics, *mismatch]
 
 
 def _over_updates(per_update: SequenceABC[Mapping[str, float]]) -> dict[str, float]:

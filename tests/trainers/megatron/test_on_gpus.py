@@ -35,9 +35,12 @@ TWO = {
     "tp2": {"tensor": 2},
     "tp2-no-sp": {"tensor": 2, "sequence_parallel": False},
     "cp2": {"context": 2},
+    "dp2-overlap": {"overlap_grad_reduce": True},
+    "cp2-overlap": {"context": 2, "overlap_grad_reduce": True},
     "pp2": {"pipeline": 2},
     "pp2-vpp2": {"pipeline": 2, "virtual_pipeline": 2},
 }
+SETTINGS = ("recompute", "compile", "overlap_grad_reduce")
 # What bf16 may move a tensor's gradient by, as a share of its norm: products round to 8 bits, the gradients of gains
 # are sums in which most cancels.
 BF16_SHARE = 0.08
@@ -75,7 +78,7 @@ def gpus(request, folders):
 def test_gradients_metrics_and_weights_are_the_fp32_ones_but_for_rounding(gpus, folders, expected, family):
     gradient, (metrics,), _ = expected[family]
     for name, changes in (ONE if gpus.size == 1 else TWO).items():
-        settings = {key: value for key, value in changes.items() if key in ("recompute", "compile")}
+        settings = {key: value for key, value in changes.items() if key in SETTINGS}
         layout = {key: value for key, value in changes.items() if key not in settings}
         trainer = gpus.again(
             layout=layout,
@@ -98,7 +101,7 @@ def test_layouts_of_two_gpus_step_to_the_same_weights(gpus, folders):
     """Three real steps: what differs is only the order in which bf16 sums were made."""
     reference = None
     for changes in (ONE if gpus.size == 1 else TWO).values():
-        settings = {key: value for key, value in changes.items() if key in ("recompute", "compile")}
+        settings = {key: value for key, value in changes.items() if key in SETTINGS}
         layout = {key: value for key, value in changes.items() if key not in settings}
         trainer = gpus.again(
             layout=layout,

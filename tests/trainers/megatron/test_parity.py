@@ -129,15 +129,24 @@ def test_ranks_of_unequal_work_and_ranks_of_none(ranks, folders, layout):
     assert_same_metrics(trainer.step(batch).metrics, metrics)
 
 
-@pytest.mark.parametrize("layout", ["cp2-pp2", "tp2-dp2", "pp2-vpp2-dp2"])
-def test_several_updates_of_a_batch_and_several_batches(ranks, folders, layout):
+@pytest.mark.parametrize(
+    ("layout", "overlap"),
+    [("cp2-pp2", False), ("cp2-pp2", True), ("tp2-dp2", False), ("tp2-dp2", True), ("pp2-vpp2-dp2", True)],
+)
+def test_several_updates_of_a_batch_and_several_batches(ranks, folders, layout, overlap):
     """Proximal and reference passes through the same layout, clipping, warm-up, moments."""
     algorithm = GRPO(updates_per_batch=3, **FULL)
     settings = {"learning_rate": 1e-3, "warmup_steps": 4, "max_grad_norm": 0.5}
     batches = [random_batch(seed) for seed in (5, 6)]
     _, metrics, weights = torch_step(folders["qwen3"], algorithm, batches, **settings)
-    trainer = ranks.again(layout=LAYOUTS[layout], model_dir=folders["qwen3"], algorithm=algorithm, **settings)
-    if layout == "tp2-dp2":  # gradients go out bucket by bucket, during the backward pass from the second step on
+    trainer = ranks.again(
+        layout=LAYOUTS[layout],
+        model_dir=folders["qwen3"],
+        algorithm=algorithm,
+        overlap_grad_reduce=overlap,
+        **settings,
+    )
+    if layout == "tp2-dp2" and overlap:  # bucket by bucket, during the backward pass from the second step on
         assert min(trainer._call_all("num_buckets")) > 3
     for batch, wanted in zip(batches, metrics, strict=True):
         assert_same_metrics(trainer.step(batch).metrics, wanted, 1e-3)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Set up this checkout: .venv with the locked packages, the package itself (editable), bubblewrap, and the model.
 #
-#   scripts/setup.sh [local|dev]     local: to run experiments; dev: with the tests' tools too
+#   scripts/setup.sh [local|cluster|dev]   local: to run experiments; cluster: with Megatron and SMG; dev: with the tests' tools too
 #   TORCH=cpu scripts/setup.sh       torch's CPU build instead of the locked one (needs uv; see docs/guide/setup.md)
 #   RL360_PYTHON=/path/to/python     the interpreter to use; RL360_MODELS=/folder: where models are kept
 #
@@ -30,7 +30,7 @@ export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}" UV_NATIVE_TLS="${UV_NATIVE_TLS:-1
 system_bundle=/etc/ssl/certs/ca-certificates.crt
 [ -n "${PIP_CERT:-}${REQUESTS_CA_BUNDLE:-}" ] || [ ! -r $system_bundle ] || export PIP_CERT=$system_bundle
 
-case $extra in local | dev) ;; *) fail "unknown set '$extra'; expected local or dev" ;; esac
+case $extra in local | cluster | dev) ;; *) fail "unknown set '$extra'; expected local, cluster or dev" ;; esac
 case $torch in locked | cpu) ;; *) fail "TORCH=$torch is unknown; expected cpu, or leave it out" ;; esac
 
 as_root() { # run a command as root, without ever asking for a password
@@ -93,7 +93,7 @@ lock=requirements/$extra.txt
 want="$(sha256sum <$lock | cut -c1-64) $torch"
 dev_want="$(sha256sum <requirements/dev.txt | cut -c1-64) $torch"
 stamp=$venv/.rl360-packages
-# dev holds all that local holds, so an environment for dev needs nothing for local.
+# dev holds all that local and cluster hold, so an environment for dev needs nothing for them.
 have=$(cat $stamp 2>/dev/null || true)
 uv=$(command -v uv || command -v $venv/bin/uv || true)
 

@@ -123,7 +123,7 @@ def test_the_scripts_parse_with_the_shell_that_they_name(script: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
-        (["everything"], {}, "setup: unknown set 'everything'; expected local or dev"),
+        (["everything"], {}, "setup: unknown set 'everything'; expected local, cluster or dev"),
         (["local"], {"TORCH": "rocm"}, "setup: TORCH=rocm is unknown; expected cpu, or leave it out"),
     ],
 )

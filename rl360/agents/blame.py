@@ -1,7 +1,8 @@
-"""Whose end it is when something fails while an agent acts on a reply: the policy's, or the sandbox's.
+"""Whose end it is when something fails while an agent acts on a reply: the policy's, the sandbox's, or this host's.
 
-In: a Harbor environment, and what went wrong. Out: whether the sandbox still answers. Left to others: what follows from
-it (the agents), and what the end of an attempt means for training (the rollout's failure table).
+In: a Harbor environment, and what went wrong. Out: whether the sandbox still answers, whether the host is at its end.
+Left to others: what follows from it (the agents), and what the end of an attempt means for training (the rollout's
+failure table).
 
 The policy chooses its replies and can change every file of its sandbox, so it must not be able to choose that its
 attempt is taken for one that failed under it. What fails in a sandbox that answers is the policy's.
@@ -9,9 +10,16 @@ attempt is taken for one that failed under it. What fails in a sandbox that answ
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+
 from harbor.environments.base import BaseEnvironment
 
 _TIMEOUT_S = 10
+# What the operating system says when a machine, and not a path or a command that the policy chose, is at its end.
+_HOST_ERRNOS = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO, errno.EROFS,
+})  # fmt: skip
 
 
 def timed_out(error: Exception) -> bool:
@@ -30,6 +38,34 @@ async def sandbox_answers(environment: BaseEnvironment) -> bool:
         else:
             return True
     return False
+
+
+def hosts_failure(error: BaseException, environment: object) -> bool:
+    """Whether this machine ran out of something or broke, and no limit of the sandbox was reached.
+
+    Only what was raised counts: what a program printed of a full disk is text, and a policy can print anything.
+    """
+    if getattr(environment, "exhausted", ""):  # our sandboxes say so; a transfer into a full one fails as a disk does
+        return False
+    return any(
+        isinstance(one, MemoryError) or (isinstance(one, OSError) and one.errno in _HOST_ERRNOS)
+        for one in chain_of(error)
+    )
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from or while handling, and the members of groups; each once."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        left += [one.__cause__, None if one.__suppress_context__ else one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            left += one.exceptions
 
 
 def printable(text: str) -> str:

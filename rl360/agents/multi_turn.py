@@ -7,7 +7,8 @@ The history only grows, and each assistant message goes back exactly as the prox
 tokens are one sequence. The caps on turns and tokens are the proxy's: an agent that meets one returns normally. Replies
 that fail (no readable call, a tool that refused) are answered as errors, and `max_failures` of them in a row end the
 attempt as given up. In every case the verifier still runs. So does it when acting on a reply raises anything while the
-sandbox still answers: that is a reply that failed. Only a dead sandbox and a failed model call are raised.
+sandbox still answers: that is a reply that failed. Only a dead sandbox, a host at its end and a failed model call are
+raised.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 from harbor.models.task.config import MCPServerConfig
 
-from rl360.agents.blame import printable, sandbox_answers
+from rl360.agents.blame import hosts_failure, printable, sandbox_answers
 from rl360.agents.endpoint import Endpoint, Reply, Spent
 from rl360.agents.shell import Shell
 from rl360.types import Stop
@@ -198,11 +199,11 @@ class MultiTurnAgent(BaseAgent):
                 messages += [reply.message, *(_sendable(message) for message in reaction.messages)]
 
     async def _react(self, dialogue: Dialogue, reply: Reply, environment: BaseEnvironment) -> Reaction:
-        """Raises only what a dead sandbox raises."""
+        """Raises only what a dead sandbox raises, and a host that is out of disk, memory, files or processes."""
         try:
             return await dialogue.react(reply)
         except Exception as error:
-            if not await sandbox_answers(environment):
+            if hosts_failure(error, environment) or not await sandbox_answers(environment):
                 raise
             self.logger.warning("a reply could not be acted on: %s", type(error).__name__, exc_info=True)
             return Reaction(_answers(reply, f"error: that could not be done ({type(error).__name__})"), failed=True)

@@ -32,7 +32,7 @@ from harbor.llms.chat import Chat
 from harbor.models.agent.context import AgentContext
 from harbor.models.metric import UsageInfo
 
-from rl360.agents.blame import printable, sandbox_answers
+from rl360.agents.blame import hosts_failure, printable, sandbox_answers
 from rl360.agents.endpoint import ENDPOINT_ERRORS, Endpoint, Reply, Spent
 from rl360.types import Stop
 
@@ -152,7 +152,7 @@ class Terminus2Agent(Terminus2):
         except ENDPOINT_ERRORS:
             raise
         except Exception as error:
-            if self._model.last is None or not await sandbox_answers(environment):
+            if self._model.last is None or hosts_failure(error, environment) or not await sandbox_answers(environment):
                 raise
             self.logger.warning("ended by %s: %s", type(error).__name__, error, exc_info=True)
         finally:
@@ -199,7 +199,7 @@ class Terminus2Agent(Terminus2):
         try:
             done = await super()._execute_commands(commands, session)
         except Exception as error:
-            if not await sandbox_answers(self._sandbox):
+            if hosts_failure(error, self._sandbox) or not await sandbox_answers(self._sandbox):
                 raise
             if not await session.is_session_alive():
                 raise _Ended(Stop.GAVE_UP) from error

@@ -7,30 +7,26 @@ trial then goes on to the verifier as if the agent had returned. Left to others:
 An agent is a program that acts on what the policy says, so the policy can make it fail: arguments that it does not
 expect, replies nested out of reason, a killed process in the sandbox. Harbor ends most such trials without a verdict,
 and an attempt without one is not trained on: the policy could choose not to be judged. So what an agent raises counts
-as its own unless it, or what led to it, names the model's side or the sandbox's, or the sandbox answers no more.
+as its own unless it, or what led to it, names the model's side, the sandbox's or this host's, or the sandbox answers no
+more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from harbor.trial.trial import Trial
 
-from rl360.agents.blame import sandbox_answers
+from rl360.agents.blame import chain_of, hosts_failure, sandbox_answers
 from rl360.agents.endpoint import ENDPOINT_ERRORS
 from rl360.rollout.failures import EXCEPTIONS, Row
 
 log = logging.getLogger(__name__)
 
-# What the operating system says when a machine, and not a path or a command that the policy chose, is at its end.
-_HOST_ERRNOS = frozenset({
-    errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO, errno.EROFS,
-})  # fmt: skip
 _UNDER_THE_AGENT = ("model_", "sandbox_")  # causes of failures that agents wrap in errors of their own
 
 
@@ -48,7 +44,10 @@ class AgentWatch:
             try:
                 return await run(*args, **kwargs)
             except Exception as error:
-                if not is_agents_own(error) or not await sandbox_answers(self._trial.agent_environment):
+                environment = self._trial.agent_environment
+                if not is_agents_own(error) or hosts_failure(error, environment):
+                    raise
+                if not await sandbox_answers(environment):
                     raise
                 self.error = error
                 log.warning("%s: its agent raised %r in a sandbox that answers", self._trial.config.trial_name, error)
@@ -62,24 +61,16 @@ def is_agents_own(error: Exception) -> bool:
     """Whether an agent's program raises such an error by itself, as far as names tell.
 
     The error's own class or its nearest known base class decides, and nothing that it was raised from, and no other
-    base class, may be a failure of the model's side, of the sandbox or of this host.
+    base class, may be a failure of the model's side or of the sandbox.
     """
     if isinstance(error, ENDPOINT_ERRORS):
         return False  # our agents raise nothing else of a model call, and BadRequestError also of a lost session
-    if any(_hosts(one) for one in _chain(error)):
-        return False
     rows = _rows_of(error)
     if rows and not _agents(rows[0]):
         return False
     return not any(
-        row.cause.startswith(_UNDER_THE_AGENT) and not _agents(row) for one in _chain(error) for row in _rows_of(one)
+        row.cause.startswith(_UNDER_THE_AGENT) and not _agents(row) for one in chain_of(error) for row in _rows_of(one)
     )
-
-
-def _hosts(error: BaseException) -> bool:
-    """Whether this machine ran out of something or broke. A full sandbox is an exit code, and what it printed is only
-    text: a policy can print anything."""
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _HOST_ERRNOS)
 
 
 def _rows_of(error: BaseException) -> list[Row]:
@@ -88,18 +79,3 @@ def _rows_of(error: BaseException) -> list[Row]:
 
 def _agents(row: Row) -> bool:
     return row.agents or row.policy is not None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from or while handling, and the members of groups; each once."""
-    seen: set[int] = set()
-    left: list[BaseException | None] = [error]
-    while left:
-        one = left.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        yield one
-        left += [one.__cause__, None if one.__suppress_context__ else one.__context__]
-        if isinstance(one, BaseExceptionGroup):
-            left += one.exceptions

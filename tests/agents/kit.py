@@ -154,7 +154,7 @@ async def attempt(cls: Any, folder: Path, script: Sequence[Any], **kwargs: Any) 
     """Run an agent through a script; returns (metadata, endpoint, environment)."""
     from harbor.models.agent.context import AgentContext
 
-    environment, context = LocalEnvironment(folder / "sandbox"), AgentContext()
+    environment, context = kwargs.pop("environment", None) or LocalEnvironment(folder / "sandbox"), AgentContext()
     instruction = kwargs.pop("instruction", "Do it.")
     async with serving(script) as endpoint:
         await make(cls, folder, endpoint.url, **kwargs).run(instruction, environment, context)

@@ -76,7 +76,7 @@ def load_tasks(path: Path | str, include: Iterable[str] = (), exclude: Iterable[
 def read_manifest(manifest: Path) -> tuple[list[ManifestRow], list[str]]:
     """The rows that are right, and what is wrong with the others. Never raises for content."""
     try:
-        lines = manifest.read_text(encoding="utf-8").splitlines()
+        lines = manifest.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         hint = "" if manifest.name != MANIFEST_NAME else " (a task pool is a folder with this file beside its tasks)"
         return [], [f"tasks.path: {manifest}: no such file{hint}"]

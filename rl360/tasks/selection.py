@@ -97,7 +97,7 @@ def write_selection(
     """
     manifest = manifest_path(source)
     rows, problems = read_manifest(manifest)
-    lines = manifest.read_text(encoding="utf-8").splitlines()
+    lines = manifest.read_text(encoding="utf-8").split("\n")
     texts = {row.instance_id: lines[row.line - 1] for row in rows}
     for rate in choice.chosen:
         folder = manifest.parent / rate.task_id

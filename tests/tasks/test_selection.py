@@ -86,6 +86,16 @@ def test_what_is_written_loads(pool: Path, tmp_path: Path) -> None:
     assert selection["calibration"] == {"k": 16, "settings": {"model": "m"}}
 
 
+def test_a_prompt_with_line_separators_of_unicode_is_one_row(pool: Path, tmp_path: Path) -> None:
+    """JSON allows them unescaped in a text, and only a line break ends a row."""
+    text = json.dumps({"prompt": "one\u2028two\u0085three", "metadata": {"instance_id": "a"}}, ensure_ascii=False)
+    write_manifest(pool, text)
+    rates = [rate("a", 5, "x", digest=content_hash(pool / "a"))]
+    write_selection(tmp_path / "out", pool, choose(rates, Rule()), Rule(), {})
+    assert (tmp_path / "out" / "harbor_records.jsonl").read_text() == text + "\n"
+    assert [task.task_id for task in load_tasks(tmp_path / "out")] == ["a"]
+
+
 def test_a_changed_task_and_a_folder_of_something_else_are_refused(pool: Path, tmp_path: Path) -> None:
     choice = choose([rate("a", 5, "x", digest="old"), rate("gone", 5, "x")], Rule())
     with pytest.raises(TaskError) as caught:

@@ -262,13 +262,16 @@ NO_VERDICT = frozenset({"verifier_timeout", "verifier_no_reward", "verifier_garb
 OFFLINE = "offline"  # in a trial's metadata: its sandboxes had no network that tests could have waited for
 
 
-def unjudged_by_own_doing(attempts: Sequence[Attempt]) -> list[int]:
+def unjudged_by_own_doing(attempts: Sequence[Attempt], judged_before: bool = False) -> list[int]:
     """Which attempts of a group end without a verdict because of what they left to be tested.
 
     The tests judged another attempt of the group, each in a new sandbox and without a network. So what made them hang
-    or break here is what differs: the policy's work, such as a solution that never ends.
+    or break here is what differs: the policy's work, such as a solution that never ends. `judged_before`: they judged
+    an attempt at the same task by the same policy that is not among these.
     """
-    if not any(attempt.valid and attempt.trial is not None and _has_verdict(attempt.trial) for attempt in attempts):
+    if not judged_before and not any(
+        attempt.valid and attempt.trial is not None and _has_verdict(attempt.trial) for attempt in attempts
+    ):
         return []
     return [
         index

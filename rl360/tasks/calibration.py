@@ -16,15 +16,15 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rl360.errors import TaskError
 from rl360.protocols import Rollout
-from rl360.rollout.failures import NO_VERDICT
+from rl360.rollout.failures import NO_VERDICT, unjudged_by_own_doing
 from rl360.seeding import seed_from
-from rl360.types import Attempt, AttemptSpec, GroupSpec, Purpose, Sampling, Task
+from rl360.types import Attempt, AttemptSpec, GroupSpec, Purpose, Sampling, Score, Stop, Task
 
 JOURNAL_NAME, RESULT_NAME = "journal.jsonl", "calibration.json"
 Z_95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
@@ -160,15 +160,26 @@ def open_groups(tasks: Sequence[Task], journal: Journal, k: int, sampling: Sampl
 def run(rollout: Rollout, groups: Sequence[GroupSpec], no_progress_s: float, journal: Journal) -> None:
     """Make every open attempt. The journal is told by the rollout's events. Raises TimeoutError without progress.
 
-    An attempt that finished without a verdict and got one with its group is told again: the later row counts.
+    An attempt that finished without a verdict and got one with its group is told again: the later row counts. Its group
+    are all attempts at the task in the journal, not only those that this command makes.
     """
     for group in groups:
         rollout.submit(group)
     for _ in groups:
         done = rollout.next(0, no_progress_s * max(1, len(groups)), Purpose.EVAL)
-        for attempt in done.attempts:
-            if attempt.valid and attempt.cause in NO_VERDICT:
+        rows = journal.of(done.spec.task)
+        own = unjudged_by_own_doing(done.attempts, judged_before=any(_by_tests(row) for row in rows))
+        for index, attempt in enumerate(done.attempts):
+            if index in own:
+                zero = {"verdict": Score(raw=None, shaped=0.0, success=False)}
+                journal.add(replace(attempt, stop=Stop.AGENT_ERROR, scores=zero))
+            elif attempt.valid and attempt.cause in NO_VERDICT:
                 journal.add(attempt)
+
+
+def _by_tests(row: Mapping[str, Any]) -> bool:
+    """Whether the tests gave the verdict, and not how the attempt ended."""
+    return row["success"] is not None and row["cause"] is None
 
 
 def rate_of(task: Task, rows: Iterable[Mapping[str, Any]], k: int) -> TaskRate:

@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 
 from rl360.errors import TaskError
 from rl360.tasks.calibration import Journal, model_fingerprint, open_groups, rate_of, run, wilson, write_result
-from rl360.types import Attempt, AttemptSpec, Group, GroupSpec, Purpose, Sampling, Score, Stop, Task, Timings
+from rl360.types import (
+    Attempt,
+    AttemptSpec,
+    Group,
+    GroupSpec,
+    Purpose,
+    Sampling,
+    Score,
+    Stop,
+    Task,
+    Timings,
+    TrialResult,
+)
 
 SETTINGS = {"model": "m", "sampling": {"stop": ("a",)}}  # a tuple becomes a list on disk, and is still the same
 TASK = Task("double", Path("/nowhere/double"), ("arithmetic", "coding"), "hash-1")
@@ -94,6 +106,28 @@ def test_a_verdict_that_came_with_the_group_counts(tmp_path: Path) -> None:
     assert (rate.attempts, rate.successes, rate.infrastructure_failures) == (2, 1, 0)
     assert rate.stops == {"agent_error": 1, "finished": 1}
     assert open_groups([TASK], journal, 2, Sampling(), seed=3) == []
+    journal.close()
+
+
+def test_tests_that_hang_on_an_attempt_that_is_made_again_judged_others_before(tmp_path: Path) -> None:
+    """The command was stopped before its group was whole; made again, the attempt is the only one of its group."""
+    calibrate(tmp_path, 3, {0: True, 1: False, 2: None})
+    journal = Journal(tmp_path, SETTINGS)
+    groups = open_groups([TASK], journal, 3, Sampling(), seed=3)
+    rollout = StubRollout(journal, {2: None})
+    (spec,) = groups[0].attempts
+    trial = TrialResult(spec.try_id, None, "VerifierTimeoutError", "", {"offline": True}, Timings(), Path())
+    hung = replace(attempt(spec, None), cause="verifier_timeout", trial=trial)
+    rollout.settled = (hung,)
+    run(rollout, groups, 1.0, journal)  # type: ignore[arg-type]
+    rate = rate_of(TASK, journal.of(TASK), 3)
+    assert (rate.attempts, rate.successes, rate.infrastructure_failures) == (3, 1, 0)
+    assert rate.stops["agent_error"] == 1
+    # With a network the tests may have waited for it: nobody knows.
+    rollout.settled = (replace(hung, trial=replace(trial, agent_metadata={})),)
+    journal.rows = [row for row in journal.rows if row["cause"] != "verifier_timeout"]
+    run(rollout, groups, 1.0, journal)  # type: ignore[arg-type]
+    assert rate_of(TASK, journal.of(TASK), 3).infrastructure_failures == 1
     journal.close()
 
 

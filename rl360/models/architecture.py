@@ -16,6 +16,8 @@ from rl360.errors import ConfigError
 # Architectures whose tensors and arithmetic are reproduced here; anything else is refused, not guessed.
 SUPPORTED_MODEL_TYPES = ("llama", "qwen3", "k2_horizon")
 DEFAULT_ROPE_THETA = 10000.0  # transformers' own, for a Llama that says nothing
+ROPE_KEYS = ("rope_parameters", "rope_scaling")  # transformers 5's and 4's; a folder may have both
+PARTLY_ROTATED = "partial_rotary_factor"  # the share of a head's values that is rotated; some Llamas have it
 # Switches of these families that change the arithmetic, and are computed nowhere here.
 REFUSED_WHEN_SET = {
     "attention_bias": "projections have no bias here",
@@ -66,10 +68,13 @@ class DecoderConfig:
         model_type = raw["model_type"]
         if model_type not in SUPPORTED_MODEL_TYPES:
             problems.append(f"{where}: model_type {model_type!r}; expected one of {', '.join(SUPPORTED_MODEL_TYPES)}")
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
-            problems.append(f"{where}: rope type {rope_type!r}; only 'default' (unscaled) is computed here")
+        ropes = [raw.get(key) or {} for key in ROPE_KEYS]
+        for rope_type in dict.fromkeys(rope.get("rope_type", rope.get("type", "default")) for rope in ropes):
+            if rope_type != "default":
+                problems.append(f"{where}: rope type {rope_type!r}; only 'default' (unscaled) is computed here")
+        for share in dict.fromkeys(place.get(PARTLY_ROTATED) for place in (raw, *ropes)):
+            if share not in (None, 1):
+                problems.append(f"{where}: {PARTLY_ROTATED} {json.dumps(share)}; whole heads are rotated here")
         if len(thetas := rope_thetas(raw)) > 1:
             problems.append(f"{where}: rope_theta is {thetas[0]:g}, rope_parameters say {thetas[1]:g}; expected one")
         if model_type == "k2_horizon" and not thetas:
@@ -122,6 +127,6 @@ class DecoderConfig:
 
 def rope_thetas(raw: Mapping[str, Any]) -> list[float]:
     """The different values that a config.json gives for the rotary base: older files at the top, newer ones inside."""
-    inside = [raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    inside = [raw.get(key) or {} for key in ROPE_KEYS]
     found = [float(place["rope_theta"]) for place in (raw, *inside) if place.get("rope_theta")]
     return list(dict.fromkeys(found))

@@ -104,6 +104,12 @@ def test_half_precision_headers_are_read_too(tmp_path):
         ({"rope_theta": 1e6}, "rope_theta is 1e+06, rope_parameters say 1e+07"),
         ({"rope_theta": None, "rope_parameters": None}, "no rope_theta"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5; whole heads"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor 0.25",
+        ),
         ({"layernorm_num_groups": 5}, "does not divide into 5 norm groups"),
     ],
 )
@@ -115,7 +121,15 @@ def test_sisters_of_k2_horizon_that_are_not_computed_are_refused(tmp_path, value
     assert str(folder / "config.json") in problem
 
 
-@pytest.mark.parametrize("values", [{"attention_gate_func": "none"}, {"embedding_multiplier": 1.0}, {"num_experts": 0}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"attention_gate_func": "none"},
+        {"embedding_multiplier": 1.0},
+        {"num_experts": 0},
+        {"partial_rotary_factor": 1.0, "rope_scaling": None},
+    ],
+)
 def test_switches_that_are_off_are_no_matter(tmp_path, values):
     folder = write_tiny(tmp_path / "m", "k2_horizon")
     change(folder, **values)

@@ -17,6 +17,7 @@ from rl360.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from rl360.engine.state import Checkpoint
     from rl360.models.hf_folder import Ranks
 
 TORCH_STATE = "trainer.pt"  # what trainer=torch writes (rl360.trainers.checkpoint)
@@ -30,6 +31,7 @@ class Source:
     weights: Path
     megatron: bool
     companions: Path | None
+    checkpoint: Checkpoint | None = None  # of a run, whose checksums say whether the bytes are still those
 
 
 def find_weights(path: Path, model: Path | None = None, best: bool = False) -> Source:
@@ -42,7 +44,9 @@ def find_weights(path: Path, model: Path | None = None, best: bool = False) -> S
 
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder; expected a run, a checkpoint or a Megatron folder")
-    folder, run = path, None
+    folder, run, checkpoint = path, None, None
+    if path.name == TRAINER and (path.parent / MANIFEST).is_file():
+        folder = path.parent
     if (path / "checkpoints").is_dir():
         store = CheckpointStore(path)
         found = store.best() if best else store.latest()
@@ -50,7 +54,8 @@ def find_weights(path: Path, model: Path | None = None, best: bool = False) -> S
             raise CheckpointError(f"{path / 'checkpoints'}: no complete {'best ' if best else ''}checkpoint")
         folder, run = found.folder, path
     if (folder / TRAINER).is_dir() or (folder / MANIFEST).is_file():
-        if read_checkpoint(folder) is None:
+        checkpoint = read_checkpoint(folder)
+        if checkpoint is None:
             raise CheckpointError(f"{folder}: incomplete or damaged; name another checkpoint")
         run = run or folder.parent.parent
         folder = folder / TRAINER
@@ -60,10 +65,10 @@ def find_weights(path: Path, model: Path | None = None, best: bool = False) -> S
     if (folder / TORCH_STATE).is_file():
         if companions is None:
             raise ConfigError(f"{folder}: holds no config.json; name the model's HF folder with --model")
-        return Source(folder, False, companions)
+        return Source(folder, False, companions, checkpoint)
     if any((folder / name).is_file() for name in MEGATRON_MARKS):
         # A Megatron checkpoint carries its own config; only what the user names comes before it.
-        return Source(folder, True, model)
+        return Source(folder, True, model, checkpoint)
     raise CheckpointError(f"{path}: no weights in it; expected {TORCH_STATE}, or a Megatron checkpoint")
 
 
@@ -80,18 +85,25 @@ def export_hf(
     """Make the HF folder `out`; see `find_weights` for `path`. Returns the folder that the weights came from.
 
     dtype: of trainer=torch's checkpoints, whose weights are kept in fp32; None: the one that the run trained and
-    served in, fp32 on a CPU and bf16 on a GPU. Megatron's keep theirs. Raises `ConfigError` and `CheckpointError`.
+    served in, fp32 on a CPU and bf16 on a GPU. Megatron's keep theirs. Raises `ConfigError` and `CheckpointError`; a
+    run's checkpoint is read whole first, and one whose bytes have changed is refused.
     """
-    from rl360.models.hf_folder import DEFAULT_SHARD_BYTES, Ranks
+    from rl360.engine.state import verify_checkpoint
+    from rl360.models.hf_folder import DEFAULT_SHARD_BYTES, Ranks, refuse_existing
 
     source = find_weights(Path(path), None if model is None else Path(model), best)
     limit = max_shard_bytes or DEFAULT_SHARD_BYTES
     ranks = ranks or Ranks()
+    if source.megatron and dtype is not None:
+        raise ConfigError(f"{source.weights}: a Megatron checkpoint keeps its dtype; leave out --dtype")
+    with ranks.together():
+        if ranks.rank == 0:
+            refuse_existing(Path(out))  # known at once; the checkpoint takes a while to read
+            if source.checkpoint is not None:
+                verify_checkpoint(source.checkpoint)
     if source.megatron:
         from rl360.models.megatron.convert import to_hf
 
-        if dtype is not None:
-            raise ConfigError(f"{source.weights}: a Megatron checkpoint keeps its dtype; leave out --dtype")
         to_hf(source.weights, Path(out), source.companions, ranks, limit, progress)
     else:
         _export_torch(source, Path(out), dtype, ranks, limit, progress)

@@ -120,14 +120,19 @@ def new_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
             raise
 
 
+def refuse_existing(folder: Path) -> None:
+    """Raises `ConfigError` when `folder` is there and not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: is there already; name a new folder, or remove this one")
+
+
 @contextmanager
 def _only_one(folder: Path, ranks: Ranks) -> Iterator[None]:
     lock: Any = None
     try:
         with ranks.together():
             if ranks.rank == 0:
-                if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                    raise ConfigError(f"{folder}: is there already; name a new folder, or remove this one")
+                refuse_existing(folder)
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 lock = open(folder.parent / f".{folder.name}.lock", "w")  # noqa: SIM115 (closed below, on every path)
                 try:

@@ -159,3 +159,17 @@ def test_a_failure_in_the_middle_leaves_no_folder(tmp_path):
     with pytest.raises(OSError, match="No space"), new_folder(tmp_path / "out", Ranks()) as staging:
         write_weights(staging, tensors, Ranks())
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == []
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints/iteration-000002", "checkpoints/iteration-000002/trainer"])
+def test_a_checkpoint_whose_bytes_have_changed_is_refused(tmp_path, inside):
+    """Its files have the sizes of the manifest, and torch reads one changed bit of a weight without a word."""
+    run, _ = make_run(tmp_path)
+    file = run / "checkpoints" / "iteration-000002" / "trainer" / "trainer.pt"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 3] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"trainer\.pt: its bytes are not those that were saved"):
+        export_hf(run / inside, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export_hf(run / "checkpoints" / "iteration-000001", tmp_path / "out")

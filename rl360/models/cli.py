@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rl360.errors import ConfigError
+
 DESCRIPTION = """\
 Models on disk: get one, make it readable, change its format, take it out of a run.
 
@@ -99,6 +101,9 @@ def _fetch(parsed: argparse.Namespace) -> int:
 
 
 def _convert(parsed: argparse.Namespace) -> int:
+    if parsed.to == "megatron" and parsed.model is not None:
+        raise ConfigError("--model goes with --to hf; --to megatron takes config and tokenizer from the source")
+
     from rl360.models.hf_folder import Ranks
     from rl360.models.megatron.convert import to_hf, to_megatron
 

@@ -43,6 +43,15 @@ def test_convert_there_and_back_and_what_is_in_the_way(tmp_path, capsys):
     assert "keeps its dtype; leave out --dtype" in capsys.readouterr().err
 
 
+def test_a_source_that_is_not_there_and_an_option_of_the_other_way(tmp_path, capsys):
+    source, out = write_tiny(tmp_path / "hf", "llama"), ["--out", str(tmp_path / "out")]
+    assert cli.main(["model", "convert", str(tmp_path / "hff"), "--to", "hf", *out]) == 1
+    assert f"{tmp_path / 'hff'}: no such folder" in capsys.readouterr().err
+    assert cli.main(["model", "convert", str(source), "--to", "megatron", "--model", str(source), *out]) == 1
+    assert "--model goes with --to hf" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("size", ["0", "-1", "inf", "nan"])
 def test_a_shard_size_that_is_none(tmp_path, capsys, size):
     with pytest.raises(SystemExit):

@@ -124,6 +124,8 @@ def weights_folder(folder: Path) -> Path:
     if (folder / torch_dist.METADATA).is_file():
         return folder
     tracker = folder / TRACKER_FILE
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; expected a Megatron checkpoint")
     if not tracker.is_file():
         raise CheckpointError(f"{folder}: no Megatron checkpoint; expected {TRACKER_FILE}, or {torch_dist.METADATA}")
     word = tracker.read_text().strip()

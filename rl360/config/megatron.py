@@ -28,9 +28,16 @@ def megatron_problems(config: RootConfig) -> Iterator[str]:
     if trainer.transformer_engine:
         yield "trainer.transformer_engine: true; layers of Transformer Engine are not built yet, expected false"
     try:
-        layout_of(trainer)
+        layout = layout_of(trainer)
     except ConfigError as error:
         yield from error.problems
+    else:
+        least = layout.token_multiple // layout.context
+        if 1 <= trainer.max_tokens_per_gpu < least:
+            yield (
+                f"trainer.max_tokens_per_gpu: {trainer.max_tokens_per_gpu}; a GPU's part of a micro-batch is padded to "
+                f"a multiple of {least} tokens in this layout; expected at least that many"
+            )
     address = urlsplit(trainer.init_method)
     if address.scheme != "tcp" or not address.hostname or _port(trainer.init_method) is None:
         yield f"trainer.init_method: {trainer.init_method!r}; expected tcp://host:port, port 0 for a free one"

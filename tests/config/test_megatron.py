@@ -181,6 +181,10 @@ def test_the_defaults_have_no_problem(megatron):
         ({"trainer.tensor_parallel_size": 0}, "trainer.tensor_parallel_size: 0; expected at least 1"),
         ({"trainer.num_gpus": 0}, "trainer.num_gpus: 0; expected at least 1"),
         ({"trainer.virtual_pipeline_parallel_size": 2}, "trainer.virtual_pipeline_parallel_size: 2 with pipeline"),
+        (
+            {"trainer.tensor_parallel_size": 4, "trainer.context_parallel_size": 2, "trainer.max_tokens_per_gpu": 7},
+            "trainer.max_tokens_per_gpu: 7; a GPU's part of a micro-batch is padded to a multiple of 8 tokens",
+        ),
         ({"trainer.init_method": "127.0.0.1:1"}, "trainer.init_method: '127.0.0.1:1'; expected tcp://host:port"),
         ({"trainer.init_method": "tcp://h:99999"}, "trainer.init_method: 'tcp://h:99999'; expected tcp://host:port"),
         ({"trainer.init_method": "tcp://h"}, "trainer.init_method: 'tcp://h'; expected tcp://host:port"),

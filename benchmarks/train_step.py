@@ -67,6 +67,10 @@ QWEN3_8B: dict[str, Any] = {
 
 def main() -> None:
     args = parse()
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("train_step.py: no CUDA GPU on this machine; it times a GPU's kernels and steps")
     sys.path.insert(0, str(Path(__file__).parent))  # for the workers, which import this file
     config = QWEN3_8B if args.config is None else json.loads(args.config.read_text())
     config = {**config, "num_hidden_layers": args.layers or config["num_hidden_layers"]}
@@ -362,7 +366,9 @@ def derived(
     if peaks:
         result["peak_memory_gib"] = max(peaks)
     if roofline is not None:
-        result["share_of_roofline"] = roofline["total"] * case.micro_batches / 1e3 / step_s
+        # A stage has its part of the layers; the first and the last are taken to share the head evenly with the others.
+        of_stage_ms = roofline["total"] / args.pipeline_parallel
+        result["share_of_roofline"] = of_stage_ms * case.micro_batches / 1e3 / step_s
     return result
 
 

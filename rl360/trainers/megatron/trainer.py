@@ -299,7 +299,9 @@ class MegatronTrainer:
 
     def _pad_multiple(self) -> int:
         """Of the tokens of a micro-batch: what the layout needs, and TOKEN_ALIGNMENT a context rank."""
-        alignment = max(1, min(TOKEN_ALIGNMENT, self._max_tokens // TOKEN_ALIGNMENT))
+        most = max(1, min(TOKEN_ALIGNMENT, self._max_tokens // TOKEN_ALIGNMENT))
+        # A power of two, as the layout's own multiple mostly is: the least common one of 61 and 128 is 7808.
+        alignment = 2 ** (most.bit_length() - 1)
         return math.lcm(self.layout.token_multiple, alignment * self.layout.context)
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:

@@ -11,6 +11,7 @@ import torch
 from rl360.algorithms.grpo import GRPO
 from rl360.config.schemas import MegatronTrainerConfig
 from rl360.errors import ConfigError, InfrastructureError, RL360Error
+from rl360.models.megatron.layout import Layout
 from rl360.trainers.megatron.offload import Offloader
 from rl360.trainers.megatron.trainer import MegatronTrainer
 from tests.trainers.helpers import random_batch, tiny_folder
@@ -45,6 +46,16 @@ def test_a_layout_that_does_not_fit_the_model_is_refused_before_any_process_star
 def test_a_meeting_point_that_is_none_is_refused(folder, address):
     with pytest.raises(ConfigError, match="init_method"):
         make_trainer(folder, init_method=address).start()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 16, 100, 130, 250, 2400, 3904, 4095, 16384])
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 8}, {"context": 8}, {"tensor": 8, "context": 8}])
+def test_a_micro_batch_is_padded_by_a_64th_of_its_budget_or_by_what_the_layout_needs(folder, max_tokens, sizes):
+    trainer = make_trainer(folder, max_tokens_per_gpu=max_tokens)
+    trainer.layout = Layout.of(64, **sizes)
+    multiple = trainer._pad_multiple()
+    assert multiple % trainer.layout.token_multiple == 0
+    assert multiple <= max(trainer.layout.token_multiple, max_tokens * trainer.layout.context / 64)
 
 
 def test_a_step_before_the_start_is_an_error(folder):

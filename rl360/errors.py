@@ -49,5 +49,9 @@ class NonFiniteGradient(RL360Error):
     """A gradient is NaN or infinite. The optimizer did not step."""
 
 
+class MismatchAlarm(RL360Error):
+    """Engine and trainer are too far apart, or a run at learning rate 0 changed, and the run was to end then."""
+
+
 class Interrupted(RL360Error):
     """SIGTERM or Ctrl-C: the write in hand is finished and the run can be resumed."""

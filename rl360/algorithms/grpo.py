@@ -18,7 +18,7 @@ import numpy as np
 from rl360.algorithms.advantage import group_relative
 from rl360.algorithms.correction import LEVELS, ImportanceCorrection, bounded_exp
 from rl360.algorithms.filter import FILTERS, differing_rewards, valid_reward
-from rl360.algorithms.kl import ESTIMATORS, k3
+from rl360.algorithms.kl import ESTIMATORS
 from rl360.algorithms.reduce import REDUCERS
 from rl360.errors import ConfigError
 from rl360.types import Attempt, Batch, Group, Keep, Segment, Sequence
@@ -157,11 +157,10 @@ class GRPO:
         Returns:
             The loss (0-dim), and detached 0-dim metrics under their logged names. They are weighted sums that add up
             over micro-batches, but for names that end in `_max`, which take the maximum:
-            `train/clip_fraction` share of tokens whose gradient the clip removed; `mismatch/kl` k3 estimate of
-            KL(behaviour || proximal), nats a token; `mismatch/logprob_diff_mean` mean |proximal - behaviour|;
-            `mismatch/ratio_max` largest proximal / behaviour; `mismatch/correction_mean` mean c, where there is one;
-            `mismatch/truncated_share` tokens whose c is the cap; `mismatch/masked_share` tokens outside the band, where
-            there is one; `train/reference_kl` where a reference is used.
+            `train/clip_fraction` share of tokens whose gradient the clip removed; `mismatch/correction_mean` mean c,
+            where there is one; `mismatch/truncated_share` tokens whose c is the cap; `mismatch/masked_share` tokens
+            outside the band, where there is one; `train/reference_kl` where a reference is used. How far proximal and
+            behaviour are apart, every trainer measures by itself.
         """
         log_ratio_N = current_N - proximal_N.detach()
         ratio_N = bounded_exp(log_ratio_N)
@@ -173,13 +172,7 @@ class GRPO:
             raise ValueError("algorithm.importance_level is sequence, but the trainer gave no sequence corrections")
         losses_N = -correction_N * unclipped_N.minimum(clipped_N)
 
-        proximal_N = proximal_N.detach()
-        metrics = {
-            "train/clip_fraction": (weights_N * (clipped_N < unclipped_N)).sum(),
-            "mismatch/kl": (weights_N * k3(behaviour_N, proximal_N)).sum(),
-            "mismatch/logprob_diff_mean": (weights_N * (proximal_N - behaviour_N).abs()).sum(),
-            "mismatch/ratio_max": bounded_exp(proximal_N - behaviour_N).max(),
-        }
+        metrics = {"train/clip_fraction": (weights_N * (clipped_N < unclipped_N)).sum()}
         cap, below, above = self.correction.cap, self.correction.mask_below, self.correction.mask_above
         if cap is not None:
             metrics["mismatch/correction_mean"] = (weights_N * correction_N).sum()

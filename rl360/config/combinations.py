@@ -105,6 +105,9 @@ RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "checkpoint.every": (0, None, False),
     "checkpoint.keep_last": (1, None, False),
     "checkpoint.keep_every": (0, None, False),
+    "mismatch.max_kl": (0, None, True),
+    "mismatch.max_ratio": (1, None, True),
+    "mismatch.canary_growth": (1, None, True),
     "cluster.gpu_memory_gib": (0, None, True),
     "cluster.no_progress_s": (0, None, True),
 }

@@ -47,6 +47,7 @@ RESUMABLE = (
     "cluster",
     "paths",
     "checkpoint",
+    "mismatch",
     "gateway",
     "rollout.concurrency",
     "rollout.num_workers",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rl360.config.schemas import RootConfig
+from rl360.engine.gateway_counts import GatewayCounts
 from rl360.engine.workers import LocalWorkerGroup
 from rl360.errors import ConfigError
 from rl360.protocols import Algorithm, Gateway, Logger, Reward, Rollout, Trainer, WeightSync
@@ -43,6 +44,7 @@ class Components:
     rollout: Rollout
     sync: WeightSync
     loggers: Mapping[str, Logger]
+    gateway_counts: GatewayCounts
     engine_urls: tuple[str, ...]
 
 
@@ -77,7 +79,8 @@ def build(
         stack.callback(rollout.close)
         rollout.start()
         loggers = {name: _make(config, entry, **entry.kwargs) for name, entry in config.logger.items()}
-        yield Components(trainer, algorithm, rollout, sync, loggers, engine_urls)
+        counts = GatewayCounts(lambda: asyncio.run(gateway.counts()))
+        yield Components(trainer, algorithm, rollout, sync, loggers, counts, engine_urls)
 
 
 def model_dir(config: RootConfig) -> Path:

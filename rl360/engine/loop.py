@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from rl360.diagnostics.cpu import process_tree_cpu_s
 from rl360.engine.evaluation import Evaluator
 from rl360.engine.metrics import outcome_metrics, rollout_metrics
+from rl360.engine.mismatch import MismatchWatch
 from rl360.engine.record import RunRecord, outcome_of
 from rl360.engine.state import CheckpointStore, RunState
 from rl360.errors import Interrupted, TooManyFailures
@@ -59,6 +60,8 @@ class TrainingLoop:
     checkpoints: CheckpointStore
     watchdog: Watchdog
     stop_requested: Callable[[], bool]
+    mismatch: MismatchWatch = field(default_factory=MismatchWatch)
+    gateway_counts: Callable[[], Mapping[str, float]] = dict  # scalars of what the gateway saw in the iteration
     submitted: int = 0  # iterations whose groups have been submitted
     early: dict[int, list[Group]] = field(default_factory=dict)  # finished groups by iteration, not trained on yet
     checkpointed_at: int | None = None
@@ -66,6 +69,8 @@ class TrainingLoop:
     def run(self) -> None:
         """Train until `iterations`. Raises Interrupted when asked to stop, after leaving a run that can be resumed."""
         self.submitted = self.state.iteration
+        if self.mismatch.canary:
+            self.mismatch.begin(self.sync.fingerprint())
         try:
             self.evaluate_if_due()
             while self.state.iteration < self.settings.iterations:
@@ -73,6 +78,8 @@ class TrainingLoop:
         except Interrupted:
             self.leave_resumable()
             raise
+        if summary := self.mismatch.summary():
+            log.warning("%s", summary)
         self.leave_resumable()
 
     def iterate(self) -> None:
@@ -88,7 +95,7 @@ class TrainingLoop:
         with self.watchdog.stage("train"):
             update = self.train(kept)
         with self.watchdog.stage("publish"):
-            publish_s = self.publish(update)
+            publish = self.publish(update)
 
         self.record.outcomes(groups, outcomes)
         metrics = {
@@ -96,12 +103,14 @@ class TrainingLoop:
             **outcome_metrics(outcomes),
             "rollout/groups_ahead": float(sum(map(len, self.early.values()))),
             **update.metrics,
+            **publish,
+            **self.gateway_counts(),
             "time/wait_s": wait_s,
-            "time/publish_s": publish_s,
             "time/step_s": time.monotonic() - began,
             "time/cpu_s": process_tree_cpu_s() - cpu_began,
         }
         metrics.update(throughput(metrics, groups))
+        metrics.update(self.mismatch.look(metrics, self.sync.fingerprint() if self.mismatch.canary else None))
         self.record.metrics(iteration, metrics, groups)
         self.state = replace(
             self.state,
@@ -110,6 +119,7 @@ class TrainingLoop:
             task_position=(iteration + 1) * self.settings.tasks_per_iteration,
         )
         self.watchdog.progress()
+        self.mismatch.raise_alarm()
         self.evaluate_if_due()
         if self.due(self.settings.checkpoint_every):
             self.checkpoint()
@@ -214,18 +224,22 @@ class TrainingLoop:
             update = self.trainer.step(batch)
         return replace(update, metrics={"time/train_s": time.monotonic() - began, **update.metrics})
 
-    def publish(self, update: Update) -> float:
+    def publish(self, update: Update) -> dict[str, float]:
         """Bring the new weights to the engines; the version counts when the whole serving set has confirmed it.
+
+        Returns the seconds it took, and of them those of the synchronisation.
 
         An engine that did not is out of the set by then, and comes back with the weights of the day. Without any that
         did, `sync` raises.
         """
         began = time.monotonic()
+        found: dict[str, float] = {}
         if update.version != self.state.version:
             report = self.sync.sync(self.trainer, update.version)
             if report.dropped:
                 log.warning("version %d: without %s, being replaced", update.version, ", ".join(report.dropped))
-        return time.monotonic() - began
+            found = {"time/sync_transfer_s": report.transfer_s, "time/sync_stall_s": report.stall_s}
+        return {**found, "time/publish_s": time.monotonic() - began}
 
     def evaluate_if_due(self) -> None:
         """Every so many iterations, and once each: a resume makes up for one that was cut."""

@@ -25,6 +25,7 @@ from rl360.config.schemas import RootConfig
 from rl360.engine.build import Components, build, build_tasks, training_sampling
 from rl360.engine.evaluation import Evaluator
 from rl360.engine.loop import LoopSettings, TrainingLoop
+from rl360.engine.mismatch import MismatchWatch
 from rl360.engine.record import RunRecord
 from rl360.engine.state import Checkpoint, CheckpointStore, RunState, only_writer, verify_checkpoint
 from rl360.engine.summary import summarize_run, write_summary
@@ -127,6 +128,8 @@ def _train(
             checkpoints=store,
             watchdog=watchdog,
             stop_requested=stop.is_set,
+            mismatch=_mismatch_watch(config),
+            gateway_counts=parts.gateway_counts,
         )
         loop.run()
         if config.checkpoint.hf:
@@ -177,6 +180,12 @@ def _settings(config: RootConfig) -> LoopSettings:
         evaluate_at_start=config.evaluation.at_start,
         checkpoint_every=config.checkpoint.every,
     )
+
+
+def _mismatch_watch(config: RootConfig) -> MismatchWatch:
+    limits = config.mismatch
+    canary = config.trainer.learning_rate == 0.0
+    return MismatchWatch(limits.max_kl, limits.max_ratio, canary, limits.canary_growth, limits.stop)
 
 
 def _evaluator(config: RootConfig, tasks: list[Any]) -> Evaluator | None:

@@ -137,8 +137,11 @@ class DirectGateway:
             return False
 
     async def counts(self) -> Mapping[str, int]:
-        """What failed under the sessions since the proxy started: `engine_resends`, `engine_moves`, ..."""
-        counts: Mapping[str, int] = await self._call("counts")
+        """What failed under the sessions since the proxy started: `engine_resends`, `engine_moves`, ...
+
+        From any event loop; a proxy that does not answer is left as it is. Raises InfrastructureError or TimeoutError.
+        """
+        counts: Mapping[str, int] = await self._group.call(0, "counts", timeout_s=self._call_timeout_s)
         return counts
 
     async def _call(self, method: str, *args: Any) -> Any:

@@ -50,6 +50,7 @@ class MicroBatch:
     advantages_M: NDArray[np.float32]
     weights_M: NDArray[np.float32]
     sequences_M: NDArray[np.int64]  # which of this micro-batch's sequences, counted from 0
+    places_M: NDArray[np.int64]  # which of its sequence's trained tokens, counted from 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,6 +156,7 @@ def _lay_out(planned: SequenceABC[_PlannedTree]) -> MicroBatch:
     positions: list[NDArray[np.int64]] = []
     rows, targets, temperatures, behaviour, advantages, weights = ([] for _ in range(6))
     numbers: list[NDArray[np.int64]] = []
+    places: list[NDArray[np.int64]] = []
     offset = 0
     for tree in planned:
         prefix_start, prefix_length = offset, tree.prefix_length
@@ -177,6 +179,7 @@ def _lay_out(planned: SequenceABC[_PlannedTree]) -> MicroBatch:
                 advantages.append(sequence.advantages_T[trained])
                 weights.append(sequence.weights_T[trained])
                 numbers.append(np.full(trained.size, len(numbers)))
+                places.append(np.arange(trained.size))
     all_rows, all_temperatures = np.concatenate(rows), np.concatenate(temperatures)
     order = np.lexsort((all_temperatures, all_rows))
     all_rows, all_temperatures = all_rows[order], all_temperatures[order]
@@ -196,4 +199,5 @@ def _lay_out(planned: SequenceABC[_PlannedTree]) -> MicroBatch:
         advantages_M=np.concatenate(advantages)[order],
         weights_M=np.concatenate(weights)[order],
         sequences_M=np.concatenate(numbers)[order],
+        places_M=np.concatenate(places)[order],
     )

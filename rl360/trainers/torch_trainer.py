@@ -27,6 +27,7 @@ from rl360.protocols import Algorithm
 from rl360.trainers.attention import tree_attend, varlen_attend
 from rl360.trainers.checkpoint import read_state, write_state
 from rl360.trainers.logprobs import Predictions, backward_through_head, token_logprobs
+from rl360.trainers.mismatch import mismatch_means, mismatch_sums
 from rl360.trainers.optim import Optimizer
 from rl360.trainers.packing import MicroBatch, pack
 from rl360.types import Batch, Update
@@ -153,7 +154,7 @@ class TorchTrainer:
                 _merge(totals, self._backward(*parts))
             totals["train/entropy"] /= batch.num_trained_tokens
             totals["train/grad_norm"], totals["train/lr"] = self._optimizer.step()
-            per_update.append(totals)
+            per_update.append(mismatch_means(totals))
         self.version += 1
         if self._device.type == "cpu":
             return_free_memory()
@@ -195,6 +196,7 @@ class TorchTrainer:
         """Add one micro-batch's gradient to the optimizer's; return its metric sums."""
         assert self._optimizer is not None
         sums: dict[str, Tensor] = {}
+        chunks: list[Tensor] = []  # logprobs of this very pass, in the order of M
 
         def token_loss(tokens: slice, logprobs_M: Tensor) -> Tensor:
             with torch.enable_grad():
@@ -209,6 +211,7 @@ class TorchTrainer:
                     *(correction_M[tokens] for correction_M in correction),
                 )
                 (grad_M,) = torch.autograd.grad(loss, current_M)
+            chunks.append(logprobs_M.detach())
             _merge(sums, {"train/loss": loss.detach(), **metrics})
             return grad_M
 
@@ -223,6 +226,8 @@ class TorchTrainer:
             self._optimizer.gradient(head_weight),
         )
         hidden_U.backward(hidden_grad_U)
+        before_M = torch.cat(chunks) if proximal_M is None else proximal_M
+        _merge(sums, mismatch_sums(before_M, work.behaviour_M, work.weights_M, work.places_M))
         return {"train/entropy": float(entropy_sum)} | {name: float(value) for name, value in sums.items()}
 
     def publish(self, folder: Path) -> Path:
@@ -270,6 +275,7 @@ class _Work:
     advantages_M: Tensor
     weights_M: Tensor
     sequences_M: Tensor
+    places_M: Tensor
     num_sequences: int
 
     @classmethod
@@ -291,6 +297,7 @@ class _Work:
             advantages_M=tensor(packed.advantages_M),
             weights_M=tensor(packed.weights_M),
             sequences_M=tensor(packed.sequences_M),
+            places_M=tensor(packed.places_M),
             num_sequences=int(packed.sequences_M.max()) + 1,
         )
 

@@ -26,5 +26,16 @@ class SharedSync:
         self._embedded.set_version(version)
         return SyncReport(version, ("embedded",), (), 0.0, time.monotonic() - began)
 
+    def fingerprint(self) -> str | None:
+        import hashlib
+
+        from rl360.weight_sync.buckets import tensor_hash
+
+        whole = hashlib.sha256()
+        with self._embedded.still():
+            for name, parameter in self._embedded.decoder.named_parameters():
+                whole.update(f"{name} {tensor_hash(parameter.detach().cpu())} ".encode())
+        return whole.hexdigest()
+
     def on_change(self, tell: Callable[[tuple[str, ...]], None]) -> None:
         """The serving set is this one engine, always."""

@@ -101,6 +101,7 @@ class FleetSync:
         self._trainer: Trainer | None = None
         self._version = -1
         self._closed = False
+        self._held: dict[str, str] = {}  # by engine, one hash of all that it holds
         self._turn = threading.Condition(threading.RLock())  # weights are still while it is held
         self.timing = Timing(0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -136,6 +137,11 @@ class FleetSync:
     def on_change(self, tell: Callable[[tuple[str, ...]], None]) -> None:
         """`tell(serving set)` whenever an engine leaves it or joins it."""
         self._set.on_change(tell)
+
+    def fingerprint(self) -> str | None:
+        """Of what the engines said after the last synchronisation that they hold; None: hashes are not compared."""
+        serving = self._set.serving()
+        return " ".join(sorted({whole for url, whole in self._held.items() if url in serving})) or None
 
     def close(self) -> None:
         """Nobody waits for weights from here on."""
@@ -192,6 +198,7 @@ class FleetSync:
         async def ask(engine: WeightEngine) -> None:
             ranks, whole = await engine.checksums()
             reported[engine.url] = (len(ranks), whole)
+            self._held[engine.url] = whole
             kind = await engine.hash_kind()
             if len(ranks) == 1 and kind not in expectations:
                 expectations[kind] = self._transport.expectation(kind)

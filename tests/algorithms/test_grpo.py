@@ -46,11 +46,6 @@ def test_loss_by_hand_on_four_tokens():
     loss, metrics = GRPO().loss(current, proximal, behaviour, advantages, weights, None)
     assert loss.item() == pytest.approx(0.25 * (-2 * 1.28 - 1 * 0.5 + 2 * 1.5 + 0.5 * 0.8))
     assert metrics["train/clip_fraction"].item() == pytest.approx(0.5)
-    assert metrics["mismatch/ratio_max"].item() == pytest.approx(8.0)
-    gaps = [math.log(2), 0.0, math.log(8), math.log(2)]
-    assert metrics["mismatch/logprob_diff_mean"].item() == pytest.approx(sum(gaps) / 4)
-    k3 = [r - 1 - math.log(r) for r in (2.0, 1.0, 8.0, 0.5)]
-    assert metrics["mismatch/kl"].item() == pytest.approx(sum(k3) / 4)
     loss.backward()
     # d ratio / d logprob = ratio; a clipped token has none
     assert current.grad.tolist() == pytest.approx([0.0, -0.25 * 0.5, 0.25 * 2 * 1.5, 0.0])

@@ -16,11 +16,11 @@ from tests.engine.records import make_attempt, make_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "guide" / "metrics.md"
-PREFIXES = ("reward/", "rollout/", "mismatch/", "train/", "time/", "perf/", "eval/")
+PREFIXES = ("reward/", "rollout/", "gateway/", "mismatch/", "train/", "time/", "perf/", "eval/")
 SOURCES = (
     *sorted((ROOT / "rl360" / "algorithms").glob("*.py")),
     *sorted((ROOT / "rl360" / "trainers").glob("*.py")),
-    *(ROOT / "rl360" / "engine" / f"{name}.py" for name in ("loop", "metrics", "record")),
+    *(ROOT / "rl360" / "engine" / f"{name}.py" for name in ("gateway_counts", "loop", "metrics", "mismatch", "record")),
 )
 
 

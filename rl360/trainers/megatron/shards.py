@@ -190,4 +190,5 @@ _NOTHING = MicroBatch(
     advantages_M=np.zeros(0, np.float32),
     weights_M=np.zeros(0, np.float32),
     sequences_M=np.zeros(0, np.int64),
+    places_M=np.zeros(0, np.int64),
 )

@@ -31,6 +31,7 @@ class Targets:
     advantages_M: Tensor
     weights_M: Tensor
     sequences_M: Tensor  # int64, which of the micro-batch's sequences
+    places_M: Tensor  # int64, which of their sequence's trained tokens
     num_sequences: int  # of the whole micro-batch
     tokens_M: NDArray[np.int64]  # which of the whole micro-batch's trained tokens these are
     num_tokens: int  # trained tokens of the whole micro-batch
@@ -75,6 +76,7 @@ def _targets(micro: MicroBatch, inputs: PackedInputs, device: torch.device) -> T
         advantages_M=upload(micro.advantages_M[tokens_M], device),
         weights_M=upload(micro.weights_M[tokens_M], device),
         sequences_M=upload(micro.sequences_M[tokens_M], device),
+        places_M=upload(micro.places_M[tokens_M], device),
         num_sequences=int(micro.sequences_M.max(initial=-1)) + 1,
         tokens_M=tokens_M,
         num_tokens=micro.slots_M.size,

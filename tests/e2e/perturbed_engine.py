@@ -1,0 +1,31 @@
+"""The embedded engine as a server that is wrong on purpose: PERTURB=temperature samples at another one, PERTURB=weights
+says that it loads new weights and keeps the old ones."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from rl360.gateway.embedded import sampling, serve
+from rl360.gateway.embedded.engine import EmbeddedEngine
+
+FACTOR = 0.5
+
+
+def main() -> int:
+    kind = os.environ["PERTURB"]
+    if kind == "temperature":
+        read = sampling.SamplingParams.from_json
+
+        def tampered(raw: dict[str, Any]) -> sampling.SamplingParams:
+            return read({**raw, "temperature": FACTOR * raw.get("temperature", 1.0)})
+
+        sampling.SamplingParams.from_json = staticmethod(tampered)  # type: ignore[method-assign, assignment]
+    elif kind == "weights":
+        EmbeddedEngine.copy_weights = lambda engine, named: None  # type: ignore[method-assign]
+    return serve.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

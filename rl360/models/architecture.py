@@ -18,6 +18,16 @@ SUPPORTED_MODEL_TYPES = ("llama", "qwen3", "k2_horizon")
 DEFAULT_ROPE_THETA = 10000.0  # transformers' own, for a Llama that says nothing
 ROPE_KEYS = ("rope_parameters", "rope_scaling")  # transformers 5's and 4's; a folder may have both
 PARTLY_ROTATED = "partial_rotary_factor"  # the share of a head's values that is rotated; some Llamas have it
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+WHOLE_NUMBERS = (
+    *SIZES,
+    "num_key_value_heads",
+    "head_dim",
+    "rope_head_dim",
+    "layernorm_num_groups",
+    "max_position_embeddings",
+)
+NUMBERS = ("rope_theta", "rms_norm_eps", "initializer_range")
 # Switches of these families that change the arithmetic, and are computed nowhere here.
 REFUSED_WHEN_SET = {
     "attention_bias": "projections have no bias here",
@@ -55,13 +65,13 @@ class DecoderConfig:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
         """Read a parsed config.json. Raises `ConfigError` naming everything that this decoder cannot compute."""
+        if problems := malformed(raw, where):
+            raise ConfigError(problems)
         problems = [
             f"{where}: {key} is missing; a Llama-like config.json has it"
-            for key in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-            if raw.get(key) is None
+            for key in ("model_type", *SIZES)
+            if not raw.get(key)
         ]
-        if raw.get("num_attention_heads") is None:
-            problems.append(f"{where}: num_attention_heads is missing; a Llama-like config.json has it")
         if problems:
             raise ConfigError(problems)
 
@@ -123,6 +133,30 @@ class DecoderConfig:
             initializer_range=raw.get("initializer_range", 0.02),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         )
+
+
+def malformed(raw: object, where: str) -> list[str]:
+    """What of a parsed config.json is not even of its kind, so that nothing can be computed from it. Null is absent."""
+    if not isinstance(raw, Mapping):
+        return [f"{where}: a {type(raw).__name__}; expected a JSON object"]
+    problems = [
+        f"{where}: {key} is {json.dumps(raw[key])}; expected a whole number, 0 or more"
+        for key in WHOLE_NUMBERS
+        if raw.get(key) is not None and not (type(raw[key]) is int and raw[key] >= 0)
+    ]
+    places = [(where, raw)]
+    for key in ROPE_KEYS:
+        if isinstance(raw.get(key), Mapping):
+            places.append((f"{where}: {key}", raw[key]))
+        elif raw.get(key) is not None:
+            problems.append(f"{where}: {key} is {json.dumps(raw[key])}; expected an object")
+    problems += [
+        f"{place}: {key} is {json.dumps(values[key])}; expected a number"
+        for place, values in places
+        for key in NUMBERS
+        if values.get(key) is not None and type(values[key]) not in (int, float)
+    ]
+    return problems
 
 
 def rope_thetas(raw: Mapping[str, Any]) -> list[float]:

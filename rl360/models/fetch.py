@@ -24,9 +24,11 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rl360.errors import CheckpointError, ConfigError, InfrastructureError
 from rl360.models.gguf_checkpoint import convert, weights_digest
+from rl360.models.weight_files import INDEX_FILE, WEIGHTS_FILE
 
 MODELS_ENV = "RL360_MODELS"  # the folder of prepared models, when not <checkout>/models
 MANIFEST_FILE = "rl360_model.json"  # where a fetched folder came from
@@ -82,17 +84,24 @@ def folder_problems(folder: Path) -> list[str]:
     if not folder.is_dir():
         return [f"{folder}: no such folder"]
     problems = [f"{folder}: no {name}" for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    for name in ("config.json", "tokenizer_config.json", MANIFEST_FILE):
+    found: dict[str, Any] = {}
+    for name in ("config.json", "tokenizer_config.json", MANIFEST_FILE, INDEX_FILE):
         if (folder / name).is_file():
             try:
-                json.loads((folder / name).read_text(encoding="utf-8"))
+                found[name] = json.loads((folder / name).read_text(encoding="utf-8"))
             except ValueError as error:
                 problems.append(f"{folder / name}: not JSON ({error})")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()))
-    else:
-        shards = ["model.safetensors"]
+            else:
+                if not isinstance(found[name], dict):
+                    problems.append(f"{folder / name}: a {type(found[name]).__name__}; expected a JSON object")
+    if problems:
+        return problems
+    shards = [WEIGHTS_FILE]
+    if INDEX_FILE in found:
+        weight_map = found[INDEX_FILE].get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            return [f"{folder / INDEX_FILE}: no weight_map; expected a file's name for each tensor"]
+        shards = sorted(set(weight_map.values()))
     for shard in shards:
         if problem := _safetensors_problem(folder / shard):
             problems.append(problem)
@@ -280,7 +289,7 @@ def _pip_command() -> list[str]:
 
 def _digest_or_none(folder: Path) -> str | None:
     """None for a checkpoint in several shards: hashing tens of GiB is not worth a record."""
-    return weights_digest(folder) if (folder / "model.safetensors").is_file() else None
+    return weights_digest(folder) if (folder / WEIGHTS_FILE).is_file() else None
 
 
 def _safetensors_problem(path: Path) -> str | None:

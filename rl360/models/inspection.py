@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl360.errors import CheckpointError, ConfigError
-from rl360.models.architecture import DecoderConfig, rope_thetas
+from rl360.models.architecture import DecoderConfig, malformed, rope_thetas
 from rl360.models.weight_files import expected_tensors, locate_tensors
 
 CONFIG_FILE = "config.json"
@@ -22,7 +22,7 @@ NUM_PARAMETERS = "num_parameters"  # the one expectation that no key of config.j
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json. Raises `ConfigError` when it is missing or not a JSON object."""
+    """A folder's config.json. Raises `ConfigError` when it is missing, not a JSON object, or has text for numbers."""
     path = folder / CONFIG_FILE
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -30,9 +30,9 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not found; expected a Hugging Face model folder") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: a {type(raw).__name__}; expected a JSON object")
-    return raw
+    if problems := malformed(raw, str(path)):
+        raise ConfigError(problems)
+    return dict(raw)
 
 
 def config_differences(raw: Mapping[str, Any], expect: Mapping[str, Any], where: str) -> list[str]:

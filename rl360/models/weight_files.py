@@ -59,7 +59,7 @@ def locate_tensors(
     """The file of every expected tensor, from the files' headers alone.
 
     `tied`: a stored `lm_head.weight` is a copy of the embedding, and left out. Raises `CheckpointError` naming the
-    first tensor that is missing, unknown or of another shape, and its file.
+    first tensor that is missing, unknown, in two files or of another shape, and its file.
     """
     located: dict[str, Path] = {}
     for file in weight_files(folder):
@@ -72,6 +72,8 @@ def locate_tensors(
                 raise CheckpointError(
                     f"{file}: tensor {name} has shape {list(shape)}, config.json gives {list(expected[name])}"
                 )
+            if name in located:
+                raise CheckpointError(f"{file}: tensor {name} is in {located[name].name} too; expected it in one file")
             located[name] = file
     missing = [name for name in expected if name not in located]
     if missing:

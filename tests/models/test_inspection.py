@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from rl360.errors import ConfigError
 from rl360.models.architecture import DecoderConfig
 from rl360.models.catalogue import shipped_model
 from rl360.models.inspection import checkpoint_differences, num_parameters
+from rl360.models.loading import read_config
 from rl360.models.tiny import write_tiny
 
 
@@ -142,6 +144,42 @@ def test_missing_and_unreadable_configs(tmp_path):
     ]
     (tmp_path / "config.json").write_text("[]")
     assert "a list; expected a JSON object" in checkpoint_differences(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_attention_heads": "six"}, 'num_attention_heads is "six"; expected a whole number'),
+        ({"hidden_size": -48}, "hidden_size is -48; expected a whole number"),
+        ({"hidden_size": 0}, "hidden_size is missing"),
+        ({"head_dim": 8.5}, "head_dim is 8.5; expected a whole number"),
+        ({"rope_theta": "1e7"}, 'rope_theta is "1e7"; expected a number'),
+        ({"rope_parameters": {"rope_theta": "1e7"}}, 'rope_parameters: rope_theta is "1e7"; expected a number'),
+        ({"rope_scaling": "linear"}, 'rope_scaling is "linear"; expected an object'),
+    ],
+)
+def test_a_config_with_something_else_for_a_number_is_named(tmp_path, values, said):
+    folder = write_tiny(tmp_path / "m", "k2_horizon")
+    change(folder, **values)
+    (problem,) = checkpoint_differences(folder, {"rope_theta": 1e7, "head_dim": 8} if "theta" in said else None)
+    assert said in problem
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read_config(folder)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    """The index names one of them, and readers that load file by file would take the other."""
+    folder = write_tiny(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "a.safetensors", metadata={"format": "pt"})
+    patched = {"model.norm.weight": 2 * tensors["model.norm.weight"]}
+    save_file(patched, folder / "b.safetensors", metadata={"format": "pt"})
+    weight_map = dict.fromkeys(tensors, "a.safetensors") | {"model.norm.weight": "b.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert checkpoint_differences(folder) == [
+        f"{folder / 'b.safetensors'}: tensor model.norm.weight is in a.safetensors too; expected it in one file"
+    ]
 
 
 def model_problems(tmp_path: Path, *overrides: str) -> list[str]:

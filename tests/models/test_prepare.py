@@ -194,6 +194,13 @@ def truncated(folder: Path) -> None:
         (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer.json"),
         (lambda f: (f / "tokenizer_config.json").unlink(), "tokenizer_config.json: not found"),
         (lambda f: change(f / "tokenizer_config.json", tokenizer_class="GPT2"), "tokenizer_class is 'GPT2'"),
+        (
+            lambda f: (f / "tokenizer_config.json").write_text("[]"),
+            "tokenizer_config.json: a list; expected a JSON object",
+        ),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{"), "model.safetensors.index.json: not JSON"),
+        (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": []}'), "index.json: no weight_map"),
+        (lambda f: change(f / "config.json", num_attention_heads="six"), 'num_attention_heads is "six"'),
         (broken_index, "no model-2.safetensors"),
         (truncated, "its header says"),
     ],

@@ -157,8 +157,7 @@ class ChatTemplate:
             marked[index] = self._marked(messages[index], number)
         text = self.render(marked, tools, arguments, now)
         pieces = self._split(text, len(sampled))
-        kept = zip(pieces, boundaries, strict=False)
-        if not pieces or any(hash(piece[: boundary.length]) != boundary.text_hash for piece, boundary in kept):
+        if not _only_appends(pieces, boundaries, messages[sampled[-1] + 1 :]):
             num_new = len(messages) - 1 - sampled[-1]
             without_earlier_turns = [*marked[: sampled[0]], *marked[sampled[-1] :]]
             for candidate in (marked, without_earlier_turns):
@@ -310,6 +309,21 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _only_appends(pieces: Sequence[str], boundaries: Sequence[Boundary], new: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the text in front of the last marker is what was rendered before, and shows nothing of what is new.
+
+    Between what was rendered and the marker stands the opening of the policy's turn, which may differ from the
+    generation prompt, so it is not compared; a template could put a new message there.
+    """
+    texts = [text for message in new if (text := message["content"].strip())]
+    kept = list(zip(pieces, boundaries, strict=False))
+    return bool(kept) and all(
+        hash(piece[: boundary.length]) == boundary.text_hash
+        and not any(text in piece[boundary.length :] for text in texts)
+        for piece, boundary in kept
+    )
 
 
 def _to_json(value: object, indent: int | None = None, **_: object) -> str:

@@ -158,6 +158,20 @@ def test_a_template_that_puts_new_words_in_front_cannot_extend() -> None:
         chat_of(make(source), [[user("a")], [{"role": "system", "content": "a new rule"}, user("b")]])
 
 
+def test_a_template_that_puts_new_words_right_before_the_policys_turn_cannot_extend() -> None:
+    """All that was rendered before is still there, and the policy would never see the new rule."""
+    source = (
+        "{% set ns = namespace(shown=false) %}{% for m in messages if m.role != 'system' %}"
+        "{% if m.role == 'assistant' and not ns.shown %}{% set ns.shown = true %}"
+        "{% for s in messages if s.role == 'system' %}[SYS]{{ s.content }}[/SYS]{% endfor %}{% endif %}"
+        + TURN
+        + "{% endfor %}"
+    )
+    assert chat_of(make(source), [[user("a")], [user("b")]]) == ["[INST]b[/INST]"]
+    with pytest.raises(CannotExtend, match="template_moves_new_messages"):
+        chat_of(make(source), [[user("a")], [{"role": "system", "content": "a new rule"}, user("b")]])
+
+
 def test_the_templates_own_words_reach_the_client() -> None:
     with pytest.raises(TemplateRefused, match="a tool result without a call"):
         template_of("strict_roles").render([*FIRST, RESULT], (), {})

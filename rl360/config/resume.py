@@ -34,6 +34,7 @@ _WHERE_IT_TRAINS = (
     "sequence_parallel",
     "recompute",
     "compile",
+    "overlap_grad_reduce",
     "async_checkpoint",
     "step_timeout_s",
     "start_timeout_s",

@@ -132,6 +132,7 @@ def test_a_resume_may_split_the_work_otherwise(tmp_path):
     values = composed("trainer=megatron", *ENGINES)
     OmegaConf.save(OmegaConf.create({**values, "output_dir": str(tmp_path)}), tmp_path / "resolved.yaml")
     split = ("trainer.num_gpus=16", "trainer.tensor_parallel_size=4", "trainer.recompute=full")
+    split += ("trainer.overlap_grad_reduce=true",)
     found = resumed(Request((f"resume={tmp_path}", *split)), tmp_path)
     assert found.problems == ()
     trainer = load(found.values).config.trainer

@@ -236,6 +236,7 @@ CAUSES: Mapping[str, Row] = MappingProxyType(
                     "proxy_session_lost",
                     "proxy_timeout",
                     "proxy_unreachable",
+                    "smg_refused",  # SMG was away for longer than its restart takes
                     "timeout",
                     "trial_timeout",
                     "worker_died",
@@ -337,7 +338,7 @@ def _of_trial(trial: TrialResult, session: Session, agent_timeout_s: float) -> V
     row = EXCEPTIONS.get(name, Row(Action.REQUEUE, f"unclassified_{name}"))
     own = trial.agent_metadata.get(AGENT_ERROR)
     if own is not None and session.turns and (name == own or row.cause.startswith("verifier_")):
-        if session.unanswered and name == own:
+        if session.unanswered:
             return classify_cause("engine_wait")  # a client of its own gave up on the engine before the proxy did
         # The agent's program failed on what the policy said: its sandbox went on answering, and so did the engine.
         end = session.stop or Stop.AGENT_ERROR

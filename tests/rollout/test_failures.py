@@ -141,6 +141,8 @@ def test_what_an_agent_raised_is_not_the_policys_when_something_under_it_failed(
         BUDGET_S,
     )
     assert (gave_up.action, gave_up.cause) == (Action.REQUEUE, "engine_wait")
+    no_tests = trial("VerifierTimeoutError", agent_error="NonZeroAgentExitCodeError")
+    assert classify(no_tests, session(unanswered=True), BUDGET_S).cause == "engine_wait"
     # Nobody looked whether the sandbox answered: the table as it stands.
     assert classify(trial("RecursionError"), session(), BUDGET_S).cause == "agent_recursion"
 

@@ -65,6 +65,9 @@ class Gateway(Protocol):
         ...
 
     async def set_engines(self, urls: SequenceABC[str]) -> None: ...  # the serving set from now on; from any loop
+    async def hold(self) -> None: ...  # no request reaches an engine until `release`; sessions wait; from any loop
+    async def idle(self, timeout_s: float) -> int: ...  # wait for those on engines; how many are left; from any loop
+    async def release(self) -> None: ...
     async def close_session(self, try_id: str) -> Session: ...
     async def discard(self, try_id: str) -> None: ...
     async def counts(self) -> Mapping[str, int]: ...  # what failed under sessions since the start; from any loop
@@ -170,6 +173,7 @@ class WeightSync(Protocol):
         ...
 
     def on_change(self, tell: Callable[[tuple[str, ...]], None]) -> None: ...  # told each new serving set
+    def hold_requests_at(self, gateway: Gateway) -> None: ...  # before engines are paused
     def fingerprint(self) -> str | None: ...  # of the weights that engines hold; None: they cannot be asked
 
 

@@ -31,6 +31,7 @@ CHOICES = {
     "gateway.policy": ("manual", "consistent_hashing"),
     "rollout.engine": ("embedded", "sglang", "external"),
     "rollout.sync": ("shared", "disk", "ipc", "nccl"),
+    "rollout.sync_mode": ("interrupt", "drain"),
     "rollout.sglang.dtype": ("auto", "bfloat16", "float16", "float32"),
 }
 
@@ -86,6 +87,7 @@ RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "rollout.max_running_requests": (1, None, False),
     "rollout.kv_cache_gib": (0, None, True),
     "rollout.request_timeout_s": (0, None, True),
+    "rollout.drain_timeout_s": (0, None, True),
     "gateway.port": (0, 65535, False),
     "gateway.smg_port": (0, 65535, False),
     "gateway.metrics_port": (0, 65535, False),

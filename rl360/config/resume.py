@@ -54,6 +54,7 @@ RESUMABLE = (
     "rollout.num_workers",
     "rollout.engine_urls",
     "rollout.request_timeout_s",
+    "rollout.drain_timeout_s",
     *(f"trainer.{key}" for key in _WHERE_IT_TRAINS),
 )
 _WORDS = (

@@ -128,6 +128,8 @@ class RolloutConfig:
     engine_urls: list[str] = field(default_factory=list)  # SGLang servers, when engine is external
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     sync: str = "shared"  # shared | disk | ipc | nccl: how new weights reach the engines
+    sync_mode: str = "interrupt"  # interrupt: running requests resume under new weights | drain: they end first
+    drain_timeout_s: float = 60.0  # drain waits at most so long, then interrupts
     temperature: float = 1.0
     top_p: float = 1.0  # below 1 is refused in training
     top_k: int = -1  # other than -1 is refused in training

@@ -75,6 +75,7 @@ def build(
         sync.sync(trainer, trainer.version)  # servers that run already may hold other weights than a resumed trainer
         gateway = make_gateway(config, run_dir, engine_urls)
         sync.on_change(lambda urls: asyncio.run(gateway.set_engines(urls)))
+        sync.hold_requests_at(gateway)
         rollout = make_rollout(config, run_dir, run_id, gateway, events)
         stack.callback(rollout.close)
         rollout.start()

@@ -65,7 +65,14 @@ def sglang_engines(
     def make_engine(url: str) -> WeightEngine:
         return WeightEngine(url, request_timeout_s=config.rollout.request_timeout_s, api_key=api_key)
 
-    sync = FleetSync(fleet, _transport(config, run_dir), make_engine, settings.compare_hashes)
+    sync = FleetSync(
+        fleet,
+        _transport(config, run_dir),
+        make_engine,
+        settings.compare_hashes,
+        mode=config.rollout.sync_mode,
+        drain_timeout_s=config.rollout.drain_timeout_s,
+    )
     stack.callback(sync.close)  # before the fleet's: a replacement may be waiting for weights
     fleet.bring_up = sync.bring_up
     return urls, sync
@@ -78,7 +85,14 @@ def external_engines(config: RootConfig, run_dir: Path, api_key: str | None) -> 
     def make_engine(url: str) -> WeightEngine:
         return WeightEngine(url, request_timeout_s=config.rollout.request_timeout_s, api_key=api_key)
 
-    return urls, FleetSync(FixedSet(urls), DiskTransport(run_dir / WEIGHTS), make_engine, compare_hashes=False)
+    return urls, FleetSync(
+        FixedSet(urls),
+        DiskTransport(run_dir / WEIGHTS),
+        make_engine,
+        compare_hashes=False,
+        mode=config.rollout.sync_mode,
+        drain_timeout_s=config.rollout.drain_timeout_s,
+    )
 
 
 def devices(settings: SGLangConfig) -> list[str]:

@@ -94,8 +94,8 @@ class MismatchWatch:
         first, last = self._differences[0], self._differences[-1]
         weights = "weights not compared" if self._fingerprint is None else "weights unchanged"
         return (
-            f"canary: {len(self._differences)} steps at learning rate 0, {weights}; mean difference {first:.3g} nats at "
-            f"first, {last:.3g} at last, growth {self._growth():.2f} (limit {self.canary_growth:g})"
+            f"canary: {len(self._differences)} steps at learning rate 0, {weights}; mean difference {first:.3g} nats "
+            f"at first, {last:.3g} at last, growth {self._growth():.2f} (limit {self.canary_growth:g})"
         )
 
     def _over_limits(self, metrics: Mapping[str, float]) -> list[tuple[float, str]]:

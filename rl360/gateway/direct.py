@@ -80,6 +80,7 @@ class DirectGateway:
         self._engine_urls: list[str] | None = None  # what `set_engines` said last; None: what the proxy started with
         self._started = False
         self._url = ""
+        self._held = False
         self._lives = 0  # how often the proxy was started again
         self._restarting = asyncio.Lock()
 
@@ -94,17 +95,36 @@ class DirectGateway:
         self._url = str(await self._group.call(0, "url", timeout_s=self._call_timeout_s))
         if self._engine_urls is not None:
             await self._group.call(0, "set_engines", self._engine_urls, timeout_s=self._call_timeout_s)
+        if self._held:
+            await self._group.call(0, "hold", timeout_s=self._call_timeout_s)
+
+    async def hold(self) -> None:
+        """No request reaches an engine until `release`; from any event loop. A new proxy begins held, too."""
+        self._held = True
+        await self._tell("hold")
+
+    async def release(self) -> None:
+        self._held = False
+        await self._tell("release")
+
+    async def idle(self, timeout_s: float) -> int:
+        """Wait until no request is on an engine; how many still are after `timeout_s`. 0 for a proxy that is gone."""
+        return int(await self._tell("idle", timeout_s, timeout_s=timeout_s + self._call_timeout_s) or 0)
+
+    async def _tell(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        if not self._started:
+            return None
+        try:
+            return await self._group.call(0, method, *args, timeout_s=timeout_s or self._call_timeout_s)
+        except (InfrastructureError, TimeoutError) as error:
+            log.warning("the session proxy did not hear %s: %s", method, error)
+            return None
 
     async def set_engines(self, urls: Sequence[str]) -> None:
         """The serving set from now on; callable from any event loop, before `start` too. A proxy that is just dying
         learns it when it is started again."""
         self._engine_urls = list(urls)
-        if not self._started:
-            return
-        try:
-            await self._group.call(0, "set_engines", self._engine_urls, timeout_s=self._call_timeout_s)
-        except (InfrastructureError, TimeoutError) as error:
-            log.warning("the session proxy was not told of the serving set: %s", error)
+        await self._tell("set_engines", self._engine_urls)
 
     async def open(self, spec: AttemptSpec) -> str:
         """Open a session; on a new proxy where the old one turns out to be dead."""

@@ -74,17 +74,46 @@ class EnginePool:
         self._timeout_s = timeout_s
         self._decode = decode
         self._texts: dict[str, IdText] = {}
+        self._limits: dict[asyncio.Timeout, float] = {}  # of each open turn: seconds left when its clock was stopped
 
     async def generate(
         self, session: str, rid: str, prompt_ids: array[int], sampling: Sampling, max_new_tokens: int, seed: int
     ) -> Generation:
         """Sample one turn. Raises EngineError; cancellation aborts the request on its engine."""
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._generate(session, rid, prompt_ids, sampling, max_new_tokens, seed)
+            async with asyncio.timeout(self._timeout_s if self.route.gate.is_open else None) as limit:
+                self._limits[limit] = self._timeout_s
+                try:
+                    return await self._generate(session, rid, prompt_ids, sampling, max_new_tokens, seed)
+                finally:
+                    del self._limits[limit]
         except TimeoutError as error:
             where = self.route.where(session)
             raise EngineError("engine_timeout", f"{where}: no answer within {self._timeout_s:g} s") from error
+
+    def hold(self) -> None:
+        """No request reaches an engine until `release`; what runs goes on, or is aborted by whoever asked for this.
+
+        The clocks of all turns stand still meanwhile: a hold may last a whole training step.
+        """
+        if self.route.gate.is_open:
+            now = asyncio.get_running_loop().time()
+            for limit in self._limits:
+                when = limit.when()
+                self._limits[limit] = self._timeout_s if when is None else max(0.0, when - now)
+                _move(limit, None)
+            self.route.gate.close()
+
+    def release(self) -> None:
+        if not self.route.gate.is_open:
+            now = asyncio.get_running_loop().time()
+            for limit, left_s in self._limits.items():
+                _move(limit, now + left_s)
+            self.route.gate.open()
+
+    async def idle(self, timeout_s: float) -> int:
+        """Wait until no request is on an engine; returns how many still are after `timeout_s`."""
+        return await self.route.gate.until_empty(timeout_s)
 
     def forget(self, session: str) -> None:
         """A closed session's engine may take another one."""
@@ -140,3 +169,9 @@ class EnginePool:
         if self._decode is None or not (sampling.stop or sampling.stop_at_code_block):
             return None
         return await asyncio.to_thread(first_stop, ids, sampling, self._decode)
+
+
+def _move(limit: asyncio.Timeout, when: float | None) -> None:
+    """One that has run out just now, and whose turn is on its way out, stays as it is."""
+    if not limit.expired():
+        limit.reschedule(when)

@@ -129,6 +129,17 @@ class ProxyWorker:
         log.info("the serving set is %s", ", ".join(urls) or "empty")
         await asyncio.gather(*(engine.close() for engine in left), return_exceptions=True)
 
+    def hold(self) -> None:
+        """No request reaches an engine until `release`; sessions wait, and their clocks stand still."""
+        self._services.pool.hold()
+
+    def release(self) -> None:
+        self._services.pool.release()
+
+    async def idle(self, timeout_s: float) -> int:
+        """Wait until no request is on an engine; returns how many still are after `timeout_s`."""
+        return await self._services.pool.idle(timeout_s)
+
     def counts(self) -> Mapping[str, int]:
         """What failed under the sessions since the start: see Route.counts."""
         return self._services.pool.route.counts()

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rl360.errors import EngineError
+from rl360.gateway.gate import Gate
 from rl360.gateway.generation import Reply, read_reply
 from rl360.gateway.prompt_ids import PromptIds
 from rl360.protocols import Engine
@@ -42,7 +43,9 @@ class Routed:
 
 
 class Route(Protocol):
-    """The way from a session to an engine."""
+    """The way from a session to an engine. No request is sent, or sent again, while `gate` is closed."""
+
+    gate: Gate
 
     async def ask(self, session: str, rid: str, ids: PromptIds, params: Mapping[str, Any]) -> Routed:
         """One request. Raises EngineError; cancellation aborts it on its engine."""
@@ -72,6 +75,7 @@ class LeastLoaded:
     """Implements Route. A new session goes to the engine with the fewest open requests, then the fewest sessions."""
 
     def __init__(self, engines: Sequence[Engine], first_look_s: float = FIRST_LOOK_S) -> None:
+        self.gate = Gate()
         self._loads = [_Load(engine) for engine in engines]
         self._first_look_s = first_look_s
         self._changed = asyncio.Event()  # the serving set
@@ -87,12 +91,15 @@ class LeastLoaded:
         again = False
         resends = 0
         while True:
+            await self.gate.until_open()
             while not self._loads:
                 await self._changed.wait()
+                await self.gate.until_open()
             load = self._choose(session, failed)
             load.open_requests += 1
             try:
-                raw = await load.engine.generate(ids, params, resend_rid(rid, resends))
+                with self.gate.passing():
+                    raw = await load.engine.generate(ids, params, resend_rid(rid, resends))
                 reply = read_reply(raw, load.engine.url)
                 self._newest_version = max(self._newest_version, *(span.version for span in reply.version_spans), 0)
                 return Routed(reply, load.engine.url, resends)

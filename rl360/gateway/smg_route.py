@@ -18,6 +18,7 @@ from typing import Any
 
 from rl360.errors import EngineError
 from rl360.gateway.engine_client import HttpEngine, generate_body, reply_problem
+from rl360.gateway.gate import Gate
 from rl360.gateway.generation import read_reply
 from rl360.gateway.prompt_ids import PromptIds
 from rl360.gateway.routes import Routed, abort_quietly, refuses_request, resend_rid
@@ -57,6 +58,7 @@ class SmgRoute:
     def __init__(
         self, smg: HttpEngine, engines: Sequence[Engine], timeout_s: float, gone_for_s: float = GONE_FOR_S
     ) -> None:
+        self.gate = Gate()
         self._smg = smg
         self._engines = {engine.url: engine for engine in engines}
         self._timeout_s = timeout_s
@@ -71,8 +73,10 @@ class SmgRoute:
         gone_since: float | None = None
         pause_s, resends, busy = FIRST_PAUSE_S, 0, 0
         while True:
+            await self.gate.until_open()
             try:
-                reply, engine_url = await self._once(session, resend_rid(rid, resends), ids, params)
+                with self.gate.passing():
+                    reply, engine_url = await self._once(session, resend_rid(rid, resends), ids, params)
                 return Routed(read_reply(reply, f"{engine_url} (through smg)"), engine_url, resends)
             except EngineError as error:
                 if error.cause == "engine_timeout" or refuses_request(error.cause):

@@ -26,8 +26,8 @@ MAX_LOG_RATIO = 20.0  # e^20 is beyond any ratio that means something; one absur
 def mismatch_sums(proximal_N: Tensor, behaviour_N: Tensor, weights_N: Tensor, places_N: Tensor) -> dict[str, Tensor]:
     """Weighted sums and maxima over the tokens of one micro-batch, 0-dim, without a gradient.
 
-    The KL estimate is k3 of KL(behaviour || proximal) (see rl360.algorithms.kl), written with expm1: for the differences
-    of two fp32 computations, exp(d) - 1 - d would be nothing but rounding.
+    The KL estimate is k3 of KL(behaviour || proximal) (see rl360.algorithms.kl), written with expm1: for the small
+    differences of two fp32 computations, exp(d) - 1 - d would be nothing but rounding.
 
     Args:
         proximal_N: the trainer's logprobs at the start of the step, at the attempt's temperature.

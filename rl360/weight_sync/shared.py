@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rl360.protocols import Trainer
+from rl360.protocols import Gateway, Trainer
 from rl360.types import SyncReport
 
 
@@ -25,6 +25,9 @@ class SharedSync:
         began = time.monotonic()
         self._embedded.set_version(version)
         return SyncReport(version, ("embedded",), (), 0.0, time.monotonic() - began)
+
+    def hold_requests_at(self, gateway: Gateway) -> None:
+        """Nothing is paused here: the engine stands still between two of its steps."""
 
     def fingerprint(self) -> str | None:
         import hashlib

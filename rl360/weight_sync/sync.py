@@ -1,8 +1,12 @@
 """One synchronisation: every engine of the serving set gets the trainer's weights, checked, before any generates again.
 
 In: the trainer after its step, the version of its weights, the serving set. Out: a `SyncReport`, or `EngineError` when
-no engine is left. The order: prepare while engines generate; pause (what runs is handed back with its partial ids, and
-the session proxy asks again with them); transfer; compare hashes; forget cached prefixes; set the version; continue.
+no engine is left. The order: prepare while engines generate; hold new requests in the gateway; wait for those that run
+(drain), or have them handed back with their partial ids, from which the session proxy asks again (interrupt); pause;
+transfer; compare hashes; forget cached prefixes; set the version; continue, and let requests through.
+
+Pausing SGLang 0.5.16 looks once a second whether requests are gone. None is there any more when it is paused here, so
+it does not wait.
 
 An engine that fails at any of these leaves the set first and is replaced, not waited for. A replacement gets the
 current weights through `bring_up` before it serves. Engines that nobody can replace (`external`) end the run instead.
@@ -31,6 +35,9 @@ from rl360.weight_sync.transports import Failures, Transport, each
 log = logging.getLogger(__name__)
 
 QUOTED_PROBLEMS = 5
+INTERRUPT, DRAIN = "interrupt", "drain"
+ABORT_POLL_S = 0.25  # between two aborts: a request that was on its way to the engine missed the first
+ABORT_WAIT_S = 5.0  # then the pause, which waits for what runs, has to do
 
 
 class ServingSet(Protocol):
@@ -40,6 +47,17 @@ class ServingSet(Protocol):
     def leave(self, url: str, reason: str) -> None: ...
     def suspended(self) -> AbstractContextManager[None]: ...
     def on_change(self, tell: Callable[[tuple[str, ...]], None]) -> None: ...
+
+
+class Gate(Protocol):
+    """Keeps requests from engines. rl360.protocols.Gateway is one."""
+
+    async def hold(self) -> None: ...
+    async def idle(self, timeout_s: float) -> int: ...
+    async def release(self) -> None: ...
+
+
+Everyone = Callable[[Callable[[WeightEngine], Awaitable[object]]], Awaitable[None]]
 
 
 class FixedSet:
@@ -65,9 +83,11 @@ class FixedSet:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of the last synchronisation, seconds. `stall_s` is from the first pause to the last continue."""
+    """Of the last synchronisation, seconds. `stall_s` is from the hold to the last continue, `hold_s` the part of it
+    until no request was on an engine."""
 
     prepare_s: float
+    hold_s: float
     pause_s: float
     transfer_s: float
     check_s: float
@@ -83,6 +103,8 @@ class FleetSync:
         make_engine: builds a client inside the event loop that uses it.
         compare_hashes: whether engines are asked for hashes of what they hold, and compared with what was sent.
         bring_up_timeout_s: how long a replacement waits for a synchronisation that is due before it.
+        mode: interrupt: requests that run are handed back and resumed under new weights; drain: they are waited for.
+        drain_timeout_s: at most so long; what then still runs is interrupted.
     """
 
     def __init__(
@@ -92,18 +114,23 @@ class FleetSync:
         make_engine: Callable[[str], WeightEngine],
         compare_hashes: bool = True,
         bring_up_timeout_s: float = 600.0,
+        mode: str = INTERRUPT,
+        drain_timeout_s: float = 60.0,
     ) -> None:
         self._set = serving_set
         self._transport = transport
         self._make_engine = make_engine
         self._compare_hashes = compare_hashes
         self._bring_up_timeout_s = bring_up_timeout_s
+        self._mode = mode
+        self._drain_timeout_s = drain_timeout_s
+        self._gate: Gate | None = None
         self._trainer: Trainer | None = None
         self._version = -1
         self._closed = False
         self._held: dict[str, str] = {}  # by engine, one hash of all that it holds
         self._turn = threading.Condition(threading.RLock())  # weights are still while it is held
-        self.timing = Timing(0.0, 0.0, 0.0, 0.0, 0.0)
+        self.timing = Timing(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -137,6 +164,10 @@ class FleetSync:
     def on_change(self, tell: Callable[[tuple[str, ...]], None]) -> None:
         """`tell(serving set)` whenever an engine leaves it or joins it."""
         self._set.on_change(tell)
+
+    def hold_requests_at(self, gateway: Gate) -> None:
+        """Where requests wait while engines are paused. Without it only the pause itself keeps them away."""
+        self._gate = gateway
 
     def fingerprint(self) -> str | None:
         """Of what the engines said after the last synchronisation that they hold; None: hashes are not compared."""
@@ -173,6 +204,9 @@ class FleetSync:
             await self._transport.prepare(trainer, version, engines)
             marks.append(time.monotonic())
             with self._set.suspended():
+                if not replacing:
+                    await self._quiet(everyone)
+                marks.append(time.monotonic())
                 await everyone(lambda engine: engine.pause())
                 marks.append(time.monotonic())
                 drop(await self._transport.send([engine for engine in engines if engine.url not in lost]))
@@ -183,11 +217,27 @@ class FleetSync:
                 await everyone(lambda engine: engine.set_version(version))
                 marks.append(time.monotonic())
                 await everyone(lambda engine: engine.resume())
-            prepare_s, pause_s, transfer_s, check_s = (after - before for before, after in pairwise(marks))
-            self.timing = Timing(prepare_s, pause_s, transfer_s, check_s, time.monotonic() - marks[1])
+            prepare_s, hold_s, pause_s, transfer_s, check_s = (after - before for before, after in pairwise(marks))
+            stall_s = time.monotonic() - marks[1]
+            self.timing = Timing(prepare_s, hold_s, pause_s, transfer_s, check_s, stall_s)
         finally:
+            if self._gate is not None and not replacing:
+                await self._gate.release()
             await asyncio.gather(*(engine.close() for engine in engines))
         return lost
+
+    async def _quiet(self, everyone: Everyone) -> None:
+        """No request is on an engine afterwards, nor comes to one until the gate opens."""
+        if self._gate is None:
+            return
+        await self._gate.hold()
+        left = await self._gate.idle(self._drain_timeout_s if self._mode == DRAIN else 0.0)
+        if left and self._mode == DRAIN:
+            log.warning("%d requests still run after %g s; they are interrupted", left, self._drain_timeout_s)
+        deadline = time.monotonic() + ABORT_WAIT_S
+        while left and time.monotonic() < deadline:
+            await everyone(lambda engine: engine.abort(None))
+            left = await self._gate.idle(ABORT_POLL_S)
 
     async def _differences(self, engines: Sequence[WeightEngine]) -> Failures:
         """Engines whose tensors are not what was sent. Those whose ranks hold slices are compared with each other."""

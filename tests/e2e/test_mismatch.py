@@ -28,7 +28,8 @@ def test_an_engine_that_is_wrong_trips_the_alarm(kind, wrong_from, tiny_llama_di
     """Another temperature shows at once, weights that did not arrive from the first version on."""
     out = tmp_path / "run"
     words = arguments(
-        tiny_llama_dir, out, "ipc", "iterations=3", "algorithm.filter=none", "rollout.sglang.compare_hashes=false", *ALARM
+        tiny_llama_dir, out, "ipc", "iterations=3", "algorithm.filter=none",
+        "rollout.sglang.compare_hashes=false", *ALARM,
     )  # fmt: skip
     if kind != "none":
         words = [word.replace("rl360.gateway.embedded.serve", "tests.e2e.perturbed_engine") for word in words]

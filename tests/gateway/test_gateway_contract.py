@@ -50,6 +50,21 @@ async def test_sessions_from_start_to_close(kind: str, tmp_path: Path) -> None:
     assert (counts["engine_resends"], counts["engine_moves"]) == (0, 0)
 
 
+async def test_held_sessions_wait_and_a_new_proxy_is_held_too(kind: str, tmp_path: Path) -> None:
+    async with rig(kind, tmp_path) as made:
+        await made.open("h0", "h1")
+        await made.say("h0")
+        asked = sum(made.asked())
+        await made.gateway.hold()
+        waiting = [asyncio.ensure_future(made.say(name)) for name in ("h0", "h1")]
+        await asyncio.sleep(0.3)
+        assert sum(made.asked()) == asked
+        assert await made.gateway.idle(0.1) == 0
+        await made.gateway.release()
+        await asyncio.gather(*waiting)
+        assert sum(made.asked()) == asked + 2
+
+
 async def test_a_burst_of_new_sessions_is_spread(kind: str, tmp_path: Path) -> None:
     async with rig(kind, tmp_path) as made:
         for server in made.servers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_parts_add_up_to_the_whole(tokens, cuts):
     whole = mismatch_means(totals([mismatch_sums(*arguments)]))
     edges = [0, *sorted(cut for cut in cuts if cut < len(tokens)), len(tokens)]
     parts = [
-        mismatch_sums(*(column[a:b] for column in arguments)) for a, b in zip(edges, edges[1:], strict=False) if a < b
+        mismatch_sums(*(column[a:b] for column in arguments)) for a, b in pairwise(edges) if a < b
     ]
     assert mismatch_means(totals(parts)) == pytest.approx(whole)
     shares = sum(value for name, value in whole.items() if name.endswith("/share"))

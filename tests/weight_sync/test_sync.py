@@ -302,6 +302,86 @@ async def test_requests_that_run_go_on_and_agents_do_not_notice(
     await asyncio.to_thread(sync.close)
 
 
+class PoolGate:
+    """What the gateway is to a sync, around a pool in another event loop; remembers the order of things."""
+
+    def __init__(self, pool: EnginePool, loop: asyncio.AbstractEventLoop) -> None:
+        self._pool, self._loop = pool, loop
+        self.left: list[int] = []
+
+    async def _there(self, work: Callable[[], Any]) -> Any:
+        async def run() -> Any:
+            found = work()
+            return await found if asyncio.iscoroutine(found) else found
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
+
+    async def hold(self) -> None:
+        await self._there(self._pool.hold)
+
+    async def idle(self, timeout_s: float) -> int:
+        self.left.append(await self._there(lambda: self._pool.idle(timeout_s)))
+        return self.left[-1]
+
+    async def release(self) -> None:
+        await self._there(self._pool.release)
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "drain"])
+async def test_requests_are_held_before_the_pause(mode: str, fleet: Fleet, folder: Path, tmp_path: Path) -> None:
+    """Interrupted or drained: nothing is on an engine when it is paused, and agents get whole turns in both modes."""
+    at_pause: list[int] = []
+
+    class Watched(type(make_engine(fleet.urls()[0]))):  # type: ignore[misc]
+        async def pause(self) -> None:
+            at_pause.append(post_state(self.url))
+            await super().pause()
+
+    trainer = StubTrainer(folder, seed=19)
+    sync = FleetSync(
+        fleet, transport("ipc", tmp_path), lambda url: Watched(url, request_timeout_s=30), mode=mode, drain_timeout_s=50
+    )
+    await asyncio.to_thread(sync.sync, trainer, 0)
+    at_pause.clear()
+    pool = EnginePool(LeastLoaded([HttpEngine(url, request_timeout_s=60) for url in fleet.urls()]), 60)
+    gate = PoolGate(pool, asyncio.get_running_loop())
+    sync.hold_requests_at(gate)
+    sampling = Sampling(max_new_tokens=400)
+
+    async def agent(name: str) -> list[Any]:
+        """Turns one after the other, as an agent has them."""
+        return [
+            await pool.generate(name, f"{name}.{turn}", array("i", PROMPT), sampling, 400, seed=turn)
+            for turn in range(2)
+        ]
+
+    agents = [asyncio.create_task(agent(f"s{i}")) for i in range(4)]
+    for _ in range(2):
+        await asyncio.sleep(0.25)
+        await asyncio.to_thread(sync.sync, trainer, trainer.step())
+    turns = [turn for turns in await asyncio.gather(*agents) for turn in turns]
+    assert at_pause == [0] * 4  # 2 engines, 2 syncs
+    for turn in turns:
+        assert turn.finish_type in ("stop", "length")
+        assert len(turn.token_ids) == len(turn.logprobs) == turn.version_spans[-1].end
+    assert {turn.version_spans[-1].version for turn in turns} & {1, 2}
+    interrupted = sum(turn.interruptions > 0 for turn in turns)
+    assert (interrupted > 0) == (mode == "interrupt")
+    assert gate.left[-1] == 0
+    await pool.close()
+    await asyncio.to_thread(sync.close)
+
+
+def post_state(url: str) -> int:
+    """Requests on an engine."""
+    import json
+    import urllib.request
+
+    with urllib.request.urlopen(url + "/server_info", timeout=10) as reply:
+        state = json.loads(reply.read())["internal_states"][0]
+    return int(state["num_running_reqs"] + state["num_waiting_reqs"])
+
+
 def test_each_token_was_sampled_by_the_version_that_it_carries(fleet: Fleet, folder: Path, tmp_path: Path) -> None:
     """The logprobs of an interrupted turn equal those of each version's own weights, on the exact ids before them."""
     trainer = StubTrainer(folder, seed=17)

@@ -92,7 +92,8 @@ def judge(probes: Sequence[ProbeResult]) -> tuple[Verdict, tuple[str, ...]]:
         elif result.reward is None:
             problems.append(f"{result.name}: no verdict ({result.cause}); expected the tests to always write a reward")
         elif kind is Kind.ORACLE and result.reward < 1.0:
-            problems.append(f"oracle: scores {result.reward:g}, expected 1: {result.said}")
+            said = f": {result.said}" if result.said else ""
+            problems.append(f"oracle: scores {result.reward:g}, expected 1{said}")
         elif kind is Kind.NO_OP and result.reward >= 1.0:
             problems.append(f"no-op: doing nothing scores {result.reward:g}, expected less than 1")
         elif kind is Kind.CHEATER and result.reward > min(untouched, 0.999):

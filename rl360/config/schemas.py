@@ -81,7 +81,7 @@ class MegatronTrainerConfig(TrainerConfig):
     context_parallel_size: int = 1  # GPUs that share each sequence
     sequence_parallel: bool = True  # tensor-parallel ranks share the tokens between matrices; no effect at size 1
     recompute: str = "none"  # none | core_attn | full: what the backward pass computes again rather than keeps
-    transformer_engine: bool = False  # layers of Transformer Engine, where that is installed
+    transformer_engine: bool = False  # layers of Transformer Engine: not built yet, true is refused
     compile: bool = True  # torch.compile what stands between matrices and attention; CUDA only
     overlap_grad_reduce: bool = False  # data and context ranks exchange gradients beside the backward pass
     async_checkpoint: bool = True  # the run goes on while a checkpoint is written
@@ -108,7 +108,8 @@ class SGLangConfig:
     max_running_requests: int | None = None
     cuda_graph_max_bs: int | None = None  # largest batch that decodes from a CUDA graph; 0: no graphs
     prefill_cuda_graph: bool = False  # capturing these took 75 s for a model of 135M
-    memory_saver: bool = False  # memory can be released and taken again (one set of GPUs for both sides)
+    colocated: bool = False  # servers and trainer share GPUs: each gives its memory to the other, in turns
+    memory_saver: bool = False  # memory can be released and taken again; colocated turns it on
     external_model_package: str | None = None  # where SGLang finds models that it lacks
     extra_args: list[str] = field(default_factory=list)  # passed on as they are
     start_timeout_s: float = 900.0  # for a server to be ready

@@ -168,6 +168,10 @@ class Trainer(Protocol):
 @runtime_checkable
 class WeightSync(Protocol):
     def hold(self) -> AbstractContextManager[None]: ...  # inside it no engine reads weights that the trainer changes
+    def resident(self, last: bool = False) -> AbstractContextManager[None]:
+        """Inside it the trainer has its memory, to save or to publish. last: engines are not needed any more."""
+        ...
+
     def sync(self, trainer: Trainer, version: int) -> SyncReport:
         """Engines that failed are in `dropped`, out of the serving set. Raises EngineError when none is left."""
         ...

@@ -17,7 +17,7 @@ from rl360.config.compose import SECRET_KEY
 from rl360.config.gateway import gateway_problems
 from rl360.config.megatron import megatron_problems
 from rl360.config.names import suggestion
-from rl360.config.schemas import RootConfig
+from rl360.config.schemas import MegatronTrainerConfig, RootConfig
 
 CHOICES = {
     "model.tool_parser": ("none", "hermes", "qwen25", "k2_horizon"),
@@ -259,6 +259,8 @@ def _engine(config: RootConfig) -> Iterator[str]:
             )
         if rollout.sync != "shared":
             yield f"rollout.sync: {rollout.sync} with the embedded engine, which has the trainer's; expected shared"
+    if rollout.sglang.colocated and rollout.engine != "sglang":
+        yield f"rollout.sglang.colocated: true with engine {rollout.engine}; expected engine sglang, try rollout=sglang"
     if rollout.max_staleness > 0 and rollout.engine != "embedded":
         yield from _asynchronous(config)
     for url in rollout.engine_urls:
@@ -275,6 +277,8 @@ def _sglang(config: RootConfig) -> Iterator[str]:
         yield "rollout.engine_urls: given with engine sglang, which starts its own; expected none, or rollout=external"
     if rollout.sync == "shared":
         yield "rollout.sync: shared needs the embedded engine (one process); expected disk, ipc or nccl with sglang"
+    if sglang.colocated:
+        yield from _colocated(config)
     needed = sglang.num_servers * sglang.tensor_parallel_size
     if sglang.devices and len(sglang.devices) < needed:
         yield (
@@ -286,6 +290,33 @@ def _sglang(config: RootConfig) -> Iterator[str]:
     last_port = sglang.base_port + 2 * sglang.num_servers - 1
     if sglang.base_port and last_port > 65535:
         yield f"rollout.sglang.base_port: {sglang.base_port} for {sglang.num_servers} servers ends at {last_port}"
+
+
+def _colocated(config: RootConfig) -> Iterator[str]:
+    rollout, trainer = config.rollout, config.trainer
+    if rollout.sync == "nccl":
+        yield (
+            "rollout.sync: nccl with rollout.sglang.colocated: two ranks of one group cannot share a GPU; expected "
+            "ipc, or disk"
+        )
+    if rollout.max_staleness > 0:
+        yield (
+            f"rollout.max_staleness: {rollout.max_staleness} with rollout.sglang.colocated: while the trainer steps no "
+            "engine has memory to run ahead with; expected 0, or GPUs of their own"
+        )
+    gpus = trainer.num_gpus if isinstance(trainer, MegatronTrainerConfig) else 1
+    needed = rollout.sglang.num_servers * rollout.sglang.tensor_parallel_size
+    if needed > gpus:
+        yield (
+            f"rollout.sglang.num_servers: {needed} GPUs for {rollout.sglang.num_servers} servers, colocated with a "
+            f"trainer that has {gpus}; expected at most that many"
+        )
+    outside = [number for number in rollout.sglang.devices if number >= gpus]
+    if outside:
+        yield (
+            f"rollout.sglang.devices: {', '.join(map(str, outside))} beyond the trainer's {gpus} with "
+            "rollout.sglang.colocated; expected some of the trainer's, or none given"
+        )
 
 
 def _asynchronous(config: RootConfig) -> Iterator[str]:

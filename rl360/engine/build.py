@@ -149,7 +149,7 @@ def make_engines(
 
     key = os.environ.get(config.gateway.api_key_env) if config.gateway.api_key_env else None
     if rollout.engine == "sglang":
-        return sglang_engines(config, model_dir(config), run_dir, key, stack)
+        return sglang_engines(config, model_dir(config), run_dir, key, stack, trainer)
     return external_engines(config, run_dir, key)
 
 

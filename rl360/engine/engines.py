@@ -6,16 +6,22 @@ stack that was passed in. The embedded engine shares the trainer's process and i
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from rl360.config.schemas import RootConfig, SGLangConfig
+from rl360.config.schemas import MegatronTrainerConfig, RootConfig, SGLangConfig
+from rl360.errors import ConfigError
 from rl360.serving.command import SGLANG, ServerFlags, launches
 from rl360.serving.fleet import Fleet, WatchSettings
+from rl360.weight_sync.colocated import ColocatedSync
 from rl360.weight_sync.engine import WeightEngine
 from rl360.weight_sync.sync import FixedSet, FleetSync
 from rl360.weight_sync.transports import BroadcastTransport, DiskTransport, HandleTransport, Transport
+
+log = logging.getLogger(__name__)
 
 GIB = 2**30
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -23,9 +29,11 @@ WEIGHTS = "weights"  # folder of published weights in the run's
 
 
 def sglang_engines(
-    config: RootConfig, model_dir: Path, run_dir: Path, api_key: str | None, stack: ExitStack
+    config: RootConfig, model_dir: Path, run_dir: Path, api_key: str | None, stack: ExitStack, trainer: Any
 ) -> tuple[tuple[str, ...], FleetSync]:
     """Start the fleet; its servers hold the model's initial weights until the first sync.
+
+    Colocated, the trainer leaves its GPUs first.
 
     Raises ConfigError for too few GPUs, InfrastructureError `engine_start` with the end of a server's log.
     """
@@ -46,7 +54,7 @@ def sglang_engines(
         max_running_requests=settings.max_running_requests,
         cuda_graph_max_bs=settings.cuda_graph_max_bs,
         prefill_cuda_graph=settings.prefill_cuda_graph,
-        memory_saver=settings.memory_saver,
+        memory_saver=settings.memory_saver or settings.colocated,
         external_model_package=settings.external_model_package,
         extra_args=(*settings.extra_args, *(("--api-key", api_key) if api_key else ())),
     )
@@ -57,7 +65,14 @@ def sglang_engines(
         health_failures=settings.health_failures,
         max_restarts=settings.max_restarts,
     )
-    plan = launches(flags, settings.num_servers, settings.base_port, devices(settings))
+    if settings.colocated:
+        if not hasattr(trainer, "offload"):
+            raise ConfigError(
+                f"rollout.sglang.colocated: {type(trainer).__name__} cannot leave its GPUs; expected a trainer with "
+                "offload and onload, such as trainer=megatron"
+            )
+        trainer.offload()
+    plan = launches(flags, settings.num_servers, settings.base_port, server_devices(config))
     fleet = Fleet(plan, run_dir / "logs", watch, api_key)
     stack.callback(fleet.close)
     urls = fleet.start()
@@ -65,14 +80,9 @@ def sglang_engines(
     def make_engine(url: str) -> WeightEngine:
         return WeightEngine(url, request_timeout_s=config.rollout.request_timeout_s, api_key=api_key)
 
-    sync = FleetSync(
-        fleet,
-        _transport(config, run_dir),
-        make_engine,
-        settings.compare_hashes,
-        mode=config.rollout.sync_mode,
-        drain_timeout_s=config.rollout.drain_timeout_s,
-    )
+    mode: dict[str, Any] = {"mode": config.rollout.sync_mode, "drain_timeout_s": config.rollout.drain_timeout_s}
+    arguments = (fleet, _transport(config, run_dir), make_engine, settings.compare_hashes)
+    sync = ColocatedSync(*arguments, trainer=trainer, **mode) if settings.colocated else FleetSync(*arguments, **mode)
     stack.callback(sync.close)  # before the fleet's: a replacement may be waiting for weights
     fleet.bring_up = sync.bring_up
     return urls, sync
@@ -93,6 +103,31 @@ def external_engines(config: RootConfig, run_dir: Path, api_key: str | None) -> 
         mode=config.rollout.sync_mode,
         drain_timeout_s=config.rollout.drain_timeout_s,
     )
+
+
+def server_devices(config: RootConfig) -> list[str]:
+    """Devices of the servers: colocated the trainer's own, else those that it leaves.
+
+    Where it leaves too few, all of them: servers then share its GPUs and both keep all their memory, which small models
+    allow.
+    """
+    settings = config.rollout.sglang
+    found = devices(settings)
+    if settings.devices or settings.colocated:
+        return found
+    trainer = config.trainer
+    if isinstance(trainer, MegatronTrainerConfig):
+        taken = trainer.num_gpus
+    else:
+        taken = 0 if getattr(trainer, "device", "auto") == "cpu" else 1
+    rest = found[taken:]
+    if len(rest) >= settings.num_servers * settings.tensor_parallel_size:
+        return rest
+    if found:
+        log.warning(
+            "the trainer takes %d of %d GPUs: servers share them with it, without a hand-over", taken, len(found)
+        )
+    return found
 
 
 def devices(settings: SGLangConfig) -> list[str]:

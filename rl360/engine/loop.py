@@ -273,9 +273,9 @@ class TrainingLoop:
             if self.checkpoints.keep_best:
                 self.checkpoint(best=True)
 
-    def checkpoint(self, best: bool = False) -> None:
+    def checkpoint(self, best: bool = False, last: bool = False) -> None:
         """Save where the run stands. A trainer that can writes its part in the background."""
-        with self.watchdog.stage("checkpoint"):
+        with self.watchdog.stage("checkpoint"), self.sync.resident(last):
             self.checkpoints.save(self.state, getattr(self.trainer, "begin_save", self.trainer.save), best=best)
         self.checkpointed_at = self.state.iteration
         self.forget_what_is_saved()
@@ -290,7 +290,7 @@ class TrainingLoop:
         open_tries = self.rollout.drain()
         self.record.abandoned(open_tries, self.rollout.state()["finished"], finished=self.finished)
         if self.checkpointed_at != self.state.iteration:
-            self.checkpoint()
+            self.checkpoint(last=True)
         with self.watchdog.stage("checkpoint"):
             self.checkpoints.wait()
         self.forget_what_is_saved()

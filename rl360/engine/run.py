@@ -133,7 +133,8 @@ def _train(
         )
         loop.run()
         if config.checkpoint.hf:
-            parts.trainer.publish(run_dir / "checkpoints" / "hf")
+            with parts.sync.resident(last=True):
+                parts.trainer.publish(run_dir / "checkpoints" / "hf")
 
 
 def _earlier_wall_s(run_dir: Path) -> float:

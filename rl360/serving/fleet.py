@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,7 @@ class _Server:
     restarts: int = 0
     given_up: bool = False
     condemned: str | None = None  # why the others want it replaced
+    ended_for_memory: bool = False  # by `hold_starts`: no fault of its own
     ready: threading.Event = field(default_factory=threading.Event)  # of the first life: ready or failed
     failure: RL360Error | None = None
 
@@ -73,6 +74,7 @@ class Fleet:
         self._api_key = api_key
         self._closing = threading.Event()
         self._suspended = 0
+        self._starts_held = threading.Event()
         self._lock = threading.Lock()
         self._telling = threading.Lock()  # changes are told in order
         self._listeners: list[OnChange] = []
@@ -136,6 +138,21 @@ class Fleet:
             with self._lock:
                 self._suspended -= 1
 
+    def hold_starts(self, keep: Collection[str] = ()) -> None:
+        """No server starts until `allow_starts`, and none is left that does not serve (but for `keep`): somebody else
+        has the memory that it would take. Returns when they are gone; they are started again later."""
+        with self._lock:
+            self._starts_held.set()
+            waiting = [s for s in self._servers if not s.serving and s.launch.url not in keep]
+            processes = [s.process for s in waiting if s.process is not None]
+            for server in waiting:
+                server.ended_for_memory = server.process is not None and server.condemned is None
+        for process in processes:
+            process.close(at_once=True)
+
+    def allow_starts(self) -> None:
+        self._starts_held.clear()
+
     def on_change(self, tell: OnChange) -> None:
         """`tell(serving set)` after every change, from whichever thread made it. Must not raise."""
         self._listeners.append(tell)
@@ -154,6 +171,8 @@ class Fleet:
         try:
             while not self._closing.is_set() and not server.given_up:
                 first = not server.ready.is_set()
+                while self._starts_held.is_set() and not self._closing.wait(WATCH_POLL_S):
+                    pass
                 try:
                     why = self._one_life(server, first)
                 except RL360Error as error:
@@ -167,6 +186,9 @@ class Fleet:
                     server.ready.set()
                 if self._closing.is_set():
                     return
+                if server.ended_for_memory:
+                    server.ended_for_memory = False
+                    continue
                 server.restarts += 1
                 if server.restarts > self._watch.max_restarts:
                     server.given_up = True
@@ -181,9 +203,14 @@ class Fleet:
     def _one_life(self, server: _Server, first: bool) -> str:
         """Start, join the set, watch; returns why it must be replaced. Raises RL360Error when it cannot start."""
         server.condemned = None
+        server.ended_for_memory = False
         log_path = self._log_dir / f"sglang-{server.launch.index}.log"
-        process = ServerProcess(server.launch, log_path, self._watch.grace_s, self._api_key)
-        server.process = process
+        with self._lock:
+            if self._starts_held.is_set() or self._closing.is_set():
+                server.ended_for_memory = True
+                return "its memory is somebody else's"
+            process = ServerProcess(server.launch, log_path, self._watch.grace_s, self._api_key)
+            server.process = process
         if not process.wait_ready(self._watch.start_timeout_s, self._closing.is_set):
             return "closing"
         if not first:

@@ -126,6 +126,11 @@ class Optimizer:
         self.drop_gradients()
         return norm, rate
 
+    def tensors(self) -> list[Tensor]:
+        """Masters and moments: what lives from step to step beside the weights."""
+        moments = [value for state in self._adam.state.values() for value in state.values() if torch.is_tensor(value)]
+        return [*self._masters.values(), *moments]
+
     def drop_gradients(self) -> None:
         for name, master in self._masters.items():
             master.grad = None

@@ -28,6 +28,7 @@ from rl360.trainers.attention import tree_attend, varlen_attend
 from rl360.trainers.checkpoint import read_state, write_state
 from rl360.trainers.logprobs import Predictions, backward_through_head, token_logprobs
 from rl360.trainers.mismatch import mismatch_means, mismatch_sums
+from rl360.trainers.offload import Offloader
 from rl360.trainers.optim import Optimizer
 from rl360.trainers.packing import MicroBatch, pack
 from rl360.types import Batch, Update
@@ -91,6 +92,7 @@ class TorchTrainer:
         self._decoder: Decoder | None = None
         self._reference: Decoder | None = None
         self._optimizer: Optimizer | None = None
+        self._offloader = Offloader()
 
     @property
     def decoder(self) -> Decoder:
@@ -256,6 +258,17 @@ class TorchTrainer:
         torch.set_rng_state(state["rng_cpu"])
         if self._device.type == "cuda" and "rng_cuda" in state:
             torch.cuda.set_rng_state(state["rng_cuda"], self._device)
+
+    def offload(self) -> None:
+        """Move weights and optimizer state to host memory, give the GPU's back; until `onload` nothing else runs."""
+        assert self._optimizer is not None, "TorchTrainer.start() comes first"
+        modules = [self.decoder, *([self._reference] if self._reference else [])]
+        weights = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        self._offloader.offload([*weights, *self._optimizer.tensors()], drop=[])
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        self._offloader.onload()
 
     def close(self) -> None:
         """Let go of weights and moments."""

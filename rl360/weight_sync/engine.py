@@ -70,6 +70,14 @@ class WeightEngine(HttpEngine):
     async def leave(self, group_name: str) -> None:
         await self._succeed("/destroy_weights_update_group", {"group_name": group_name}, self._control_timeout_s)
 
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """Give memory back; the engine must be idle. What it held is gone."""
+        await self._call("POST", "/release_memory_occupation", {"tags": list(tags)}, self._transfer_timeout_s)
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take memory again; what is in it comes from elsewhere."""
+        await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)}, self._transfer_timeout_s)
+
     async def checksums(self) -> tuple[list[Mapping[str, str]], str]:
         """(hashes by tensor name of each rank, one hash of them all)."""
         reply = await self._succeed("/weights_checker", {"action": "checksum"}, self._transfer_timeout_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rl360.protocols import Gateway, Trainer
@@ -25,6 +25,10 @@ class SharedSync:
         began = time.monotonic()
         self._embedded.set_version(version)
         return SyncReport(version, ("embedded",), (), 0.0, time.monotonic() - began)
+
+    def resident(self, last: bool = False) -> AbstractContextManager[None]:
+        """The trainer's memory is the engine's, always."""
+        return nullcontext()
 
     def hold_requests_at(self, gateway: Gateway) -> None:
         """Nothing is paused here: the engine stands still between two of its steps."""

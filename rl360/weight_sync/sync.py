@@ -94,6 +94,42 @@ class Timing:
     stall_s: float
 
 
+class Push:
+    """The engines of one synchronisation: those that fail at a step are left behind, and take part in no further one.
+
+    leave: is told of each; None: nobody is.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[str], WeightEngine],
+        urls: Sequence[str],
+        version: int,
+        leave: Callable[[str, str], None] | None,
+    ) -> None:
+        self._engines = [make_engine(url) for url in urls]
+        self._version = version
+        self._leave = leave
+        self.lost: Failures = {}
+
+    @property
+    def left(self) -> list[WeightEngine]:
+        return [engine for engine in self._engines if engine.url not in self.lost]
+
+    async def everyone(self, call: Callable[[WeightEngine], Awaitable[object]]) -> None:
+        self.drop(await each(self.left, call))
+
+    def drop(self, failures: Failures) -> None:
+        for url, reason in failures.items():
+            self.lost[url] = reason
+            log.error("version %d: %s leaves the serving set: %s", self._version, url, reason)
+            if self._leave is not None:
+                self._leave(url, f"version {self._version}: {reason}")
+
+    async def close(self) -> None:
+        await asyncio.gather(*(engine.close() for engine in self._engines))
+
+
 class FleetSync:
     """Implements protocols.WeightSync.
 
@@ -137,6 +173,10 @@ class FleetSync:
         """The trainer changes its weights inside: no replacement reads them meanwhile."""
         with self._turn:
             yield
+
+    def resident(self, last: bool = False) -> AbstractContextManager[None]:
+        """The trainer has memory of its own, always."""
+        return nullcontext()
 
     def sync(self, trainer: Trainer, version: int) -> SyncReport:
         with self._turn:
@@ -186,22 +226,11 @@ class FleetSync:
         return self._closed or (self._trainer is not None and self._trainer.version == self._version)
 
     async def _push(self, trainer: Trainer, version: int, urls: Sequence[str], replacing: bool = False) -> Failures:
-        engines = [self._make_engine(url) for url in urls]
-        lost: Failures = {}
-
-        async def everyone(call: Callable[[WeightEngine], Awaitable[object]]) -> None:
-            drop(await each([engine for engine in engines if engine.url not in lost], call))
-
-        def drop(failures: Failures) -> None:
-            for url, reason in failures.items():
-                lost[url] = reason
-                log.error("version %d: %s leaves the serving set: %s", version, url, reason)
-                if not replacing:
-                    self._set.leave(url, f"version {version}: {reason}")
-
+        push = Push(self._make_engine, urls, version, None if replacing else self._set.leave)
+        everyone = push.everyone
         try:
             marks = [time.monotonic()]
-            await self._transport.prepare(trainer, version, engines)
+            await self._transport.prepare(trainer, version, push.left)
             marks.append(time.monotonic())
             with self._set.suspended():
                 if not replacing:
@@ -209,10 +238,10 @@ class FleetSync:
                 marks.append(time.monotonic())
                 await everyone(lambda engine: engine.pause())
                 marks.append(time.monotonic())
-                drop(await self._transport.send([engine for engine in engines if engine.url not in lost]))
+                push.drop(await self._transport.send(push.left))
                 marks.append(time.monotonic())
                 if self._compare_hashes:
-                    drop(await self._differences([engine for engine in engines if engine.url not in lost]))
+                    push.drop(await self._differences(push.left))
                 await everyone(lambda engine: engine.flush())
                 await everyone(lambda engine: engine.set_version(version))
                 marks.append(time.monotonic())
@@ -223,8 +252,8 @@ class FleetSync:
         finally:
             if self._gate is not None and not replacing:
                 await self._gate.release()
-            await asyncio.gather(*(engine.close() for engine in engines))
-        return lost
+            await push.close()
+        return push.lost
 
     async def _quiet(self, everyone: Everyone) -> None:
         """No request is on an engine afterwards, nor comes to one until the gate opens."""

@@ -10,6 +10,8 @@ def test_the_defaults_have_no_problem(typed):
     assert combination_problems(typed()) == []
 
 
+COLOCATED = {"rollout.engine": "sglang", "rollout.sync": "ipc", "rollout.sglang.colocated": True}
+
 CASES = [
     ({"group_size": 1}, "group_size: 1 leaves nothing to compare"),
     ({"algorithm.updates_per_batch": 33}, "algorithm.updates_per_batch: 33 updates from 32 attempts"),
@@ -44,6 +46,11 @@ CASES = [
         },
         "rollout.sglang.devices: 3 of them for 2 servers of 2 GPUs; expected 4",
     ),
+    ({"rollout.sglang.colocated": True}, "rollout.sglang.colocated: true with engine embedded"),
+    (COLOCATED | {"rollout.sync": "nccl"}, "rollout.sync: nccl with rollout.sglang.colocated"),
+    (COLOCATED | {"rollout.max_staleness": 1}, "rollout.max_staleness: 1 with rollout.sglang.colocated"),
+    (COLOCATED | {"rollout.sglang.num_servers": 2}, "rollout.sglang.num_servers: 2 GPUs for 2 servers, colocated"),
+    (COLOCATED | {"rollout.sglang.devices": [1]}, "rollout.sglang.devices: 1 beyond the trainer's 1"),
     (
         {"rollout.engine": "sglang", "rollout.sync": "ipc", "rollout.sglang.devices": [1, 1]},
         "rollout.sglang.devices: the same GPU twice",

@@ -90,3 +90,25 @@ def processes(folder: str, module: str) -> list[int]:
             if module in words and "rl360.serving.keeper" not in words and f"RL360_TEST={folder}" in environ:
                 found.append(int(entry.name))
     return sorted(found)
+
+
+def test_servers_on_the_trainers_own_gpus(tiny_llama_dir, tmp_path):
+    """Memory changes hands in every iteration, for checkpoints, and at the end; the engines' stand-in refuses whatever
+    computes without it, and its released weights are NaN."""
+    out = tmp_path / "run"
+    done = subprocess.run(
+        arguments(
+            tiny_llama_dir, out, "ipc", "rollout.sglang.colocated=true", "iterations=3", "checkpoint.every=2",
+            "checkpoint.keep_last=2", "rollout.sync_mode=drain",
+        ),
+        env=environment(tmp_path), capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = metrics(out)
+    assert all(row["mismatch/logprob_diff_mean"] < 1e-4 for row in rows)
+    assert [row["gateway/engine_resends"] for row in rows] == [0.0] * 3
+    assert json.loads((out / "summary.json").read_text())["attempts"]["masked"] == 0
+    assert (out / "checkpoints" / "iteration-000002").is_dir()
+    assert (out / "checkpoints" / "hf" / "model.safetensors").is_file()
+    assert "--enable-memory-saver" in (out / "logs" / "sglang-0.log").read_text()
+    assert recount(out).problems == []

@@ -83,9 +83,7 @@ def test_parts_add_up_to_the_whole(tokens, cuts):
     arguments = (*columns[:3], columns[3].long())
     whole = mismatch_means(totals([mismatch_sums(*arguments)]))
     edges = [0, *sorted(cut for cut in cuts if cut < len(tokens)), len(tokens)]
-    parts = [
-        mismatch_sums(*(column[a:b] for column in arguments)) for a, b in pairwise(edges) if a < b
-    ]
+    parts = [mismatch_sums(*(column[a:b] for column in arguments)) for a, b in pairwise(edges) if a < b]
     assert mismatch_means(totals(parts)) == pytest.approx(whole)
     shares = sum(value for name, value in whole.items() if name.endswith("/share"))
     assert shares == pytest.approx(float(columns[2].sum()))

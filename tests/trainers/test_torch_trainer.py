@@ -362,3 +362,19 @@ def logprobs(trainer, s) -> float:
     hidden = trainer.decoder.hidden(ids, torch.arange(ids.numel()), causal_attend())
     logp = torch.log_softmax(trainer.decoder.logits(hidden), -1)
     return sum(float(logp[t - 1, ids[t]]) for t in np.flatnonzero(s.loss_mask_T))
+
+
+def test_offload_and_onload_change_nothing_but_where_the_memory_is(folder):
+    batches = [random_batch(seed) for seed in (1, 2)]
+    straight = start(folder, algorithm=GRPO(kl_coef=0.1))
+    expected = [straight.step(batch).metrics["train/grad_norm"] for batch in batches]
+    moved = start(folder, algorithm=GRPO(kl_coef=0.1))
+    found = []
+    for batch in batches:
+        moved.offload()
+        assert {p.untyped_storage().nbytes() for p in moved.decoder.parameters()} == {0}
+        moved.onload()
+        found.append(moved.step(batch).metrics["train/grad_norm"])
+    assert found == expected
+    pairs = zip(moved.decoder.parameters(), straight.decoder.parameters(), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in pairs)

@@ -37,6 +37,7 @@ from rl360.models.loading import load_weights
 # decoding wait only a moment.
 PREFILL_TOKENS_PER_STEP = 256
 PAUSE_MODES = ("abort", "retract", "in_place")
+MEMORY_TAGS = ("kv_cache", "weights")
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class EmbeddedEngine:
         self._waiting: list[Request] = []  # first come, first served
         self._paused = False
         self._closing = False
+        self.released: frozenset[str] = frozenset()  # memory tags that somebody else has
         self._holds = 0  # callers that keep the engine still or are about to
         self._wake = threading.Condition()  # guards _waiting's tail, _paused, _closing, _holds
         self._still = threading.RLock()  # held during a step, and by whoever keeps the engine still
@@ -162,6 +164,8 @@ class EmbeddedEngine:
         with self._wake:
             if self._closing:
                 raise ValueError("The engine is closed.")
+            if self.released:
+                raise ValueError(f"The engine has released its memory: {', '.join(sorted(self.released))}.")
             self._waiting.append(request)
             self._wake.notify_all()
         return request
@@ -199,13 +203,15 @@ class EmbeddedEngine:
 
     def load_weights(self, folder: Path, version: int | None) -> None:
         """Copy a checkpoint into the shared decoder, between steps. Raises `CheckpointError` and changes nothing."""
+        self._need_weights()
         with self._hold():
             load_weights(self.decoder, folder)
             self.set_version(self.version if version is None else version)
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """No step runs inside: weights can be read."""
+        """No step runs inside: weights can be read. Raises ValueError where their memory is released."""
+        self._need_weights()
         with self._hold():
             yield
 
@@ -224,6 +230,7 @@ class EmbeddedEngine:
             if tensor.shape != parameters[name].shape:
                 expected = list(parameters[name].shape)
                 raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, the decoder's is {expected}")
+        self._need_weights()
         with self._hold(), torch.no_grad():
             for name, tensor in wanted:
                 parameters[name].copy_(tensor)
@@ -241,7 +248,45 @@ class EmbeddedEngine:
             elif mode == "retract":
                 self._retract_all()
 
+    def release_memory(self, tags: Sequence[str] | None) -> None:
+        """Give up the cache, the weights or both (None). What was in them is gone: weights are NaN until new ones come.
+
+        For an engine with weights of its own only. Raises ValueError when it is busy, or has released them already.
+        """
+        wanted = self._memory_tags(tags)
+        with self._hold():
+            if self._running or self._waiting:
+                raise ValueError("release_memory_occupation should be called only when server is idle.")
+            if again := wanted & self.released:
+                raise ValueError(f"released already: {', '.join(sorted(again))}")
+            self._cache.forget()
+            self._cache.release()
+            if "weights" in wanted:
+                with torch.no_grad():
+                    for parameter in self.decoder.parameters():
+                        parameter.fill_(float("nan"))
+            self.released |= wanted
+
+    def resume_memory(self, tags: Sequence[str] | None) -> None:
+        """Take memory again, empty. Raises ValueError for what was not released."""
+        wanted = self._memory_tags(tags)
+        if missing := wanted - self.released:
+            raise ValueError(f"not released: {', '.join(sorted(missing))}")
+        self.released -= wanted
+
+    def _memory_tags(self, tags: Sequence[str] | None) -> frozenset[str]:
+        wanted = frozenset(MEMORY_TAGS if tags is None else tags)
+        if unknown := wanted - set(MEMORY_TAGS):
+            raise ValueError(f"unknown tags {', '.join(sorted(unknown))}; expected some of {', '.join(MEMORY_TAGS)}")
+        return wanted
+
+    def _need_weights(self) -> None:
+        if "weights" in self.released:
+            raise ValueError("The memory of the weights is released.")
+
     def resume(self) -> None:
+        if self.released:
+            raise ValueError(f"The engine has released its memory: {', '.join(sorted(self.released))}.")
         with self._wake:
             self._paused = False
             self._wake.notify_all()

@@ -222,6 +222,7 @@ class EngineServer:
                 "enable_deterministic_inference": self.engine.deterministic,
                 "dtype": str(self.engine.decoder.dtype).removeprefix("torch."),
                 "device": self.engine.decoder.device.type,
+                "memory_released": sorted(self.engine.released),
                 "max_total_num_tokens": self.engine.state()["max_total_num_tokens"],
                 "internal_states": [self.engine.state()],
             }
@@ -295,12 +296,14 @@ class EngineServer:
         return web.json_response(await asyncio.to_thread(self._weights.checksums, body))
 
     async def _release_memory(self, http: web.Request) -> web.Response:
-        """Only the cache can be given back here. A busy engine refuses, where SGLang's scheduler would die."""
-        if not await asyncio.to_thread(self.engine.flush):
-            raise ValueError("release_memory_occupation should be called only when server is idle.")
+        """A busy engine refuses, where SGLang's scheduler would die."""
+        body = await _json(http) if http.can_read_body else {}
+        await asyncio.to_thread(self.engine.release_memory, body.get("tags"))
         return web.Response(status=200)
 
     async def _resume_memory(self, http: web.Request) -> web.Response:
+        body = await _json(http) if http.can_read_body else {}
+        self.engine.resume_memory(body.get("tags"))
         return web.Response(status=200)
 
 

@@ -31,11 +31,11 @@ from rl360.models.megatron.model import Chunk, build_model
 from rl360.models.megatron.wgrad import complete_in_backward
 from rl360.protocols import Algorithm
 from rl360.trainers.megatron.head import head_logprobs, head_loss
-from rl360.trainers.megatron.offload import Offloader
 from rl360.trainers.megatron.optim import ShardedOptimizer
 from rl360.trainers.megatron.settings import PEAK_MEMORY, PEAK_RESERVED, TrainingSettings
 from rl360.trainers.megatron.work import Targets, Work
 from rl360.trainers.mismatch import mismatch_means, mismatch_sums
+from rl360.trainers.offload import Offloader
 from rl360.trainers.packing import MicroBatch
 
 ENTROPY = "train/entropy"

@@ -12,8 +12,8 @@ from rl360.algorithms.grpo import GRPO
 from rl360.config.schemas import MegatronTrainerConfig
 from rl360.errors import ConfigError, InfrastructureError, RL360Error
 from rl360.models.megatron.layout import Layout
-from rl360.trainers.megatron.offload import Offloader
 from rl360.trainers.megatron.trainer import MegatronTrainer
+from rl360.trainers.offload import Offloader
 from tests.trainers.helpers import random_batch, tiny_folder
 from tests.trainers.megatron.group import make_trainer
 

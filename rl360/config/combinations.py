@@ -17,7 +17,8 @@ from rl360.config.compose import SECRET_KEY
 from rl360.config.gateway import gateway_problems
 from rl360.config.megatron import megatron_problems
 from rl360.config.names import suggestion
-from rl360.config.schemas import MegatronTrainerConfig, RootConfig
+from rl360.config.schemas import RootConfig
+from rl360.config.serving import serving_problems
 
 CHOICES = {
     "model.tool_parser": ("none", "hermes", "qwen25", "k2_horizon"),
@@ -248,7 +249,7 @@ def _engine(config: RootConfig) -> Iterator[str]:
             needs = "the embedded engine (one process)" if rollout.sync == "shared" else "servers of the run (sglang)"
             yield f"rollout.sync: {rollout.sync} needs {needs}; expected disk with engine external"
     elif rollout.engine == "sglang":
-        yield from _sglang(config)
+        yield from serving_problems(config)
     elif rollout.engine == "embedded":
         if rollout.engine_urls:
             yield "rollout.engine_urls: given with engine embedded; expected none, or try rollout=external"
@@ -269,54 +270,6 @@ def _engine(config: RootConfig) -> Iterator[str]:
             yield f"rollout.engine_urls: {url!r} is not a URL; expected http://host:port"
     if len(set(rollout.engine_urls)) != len(rollout.engine_urls):
         yield "rollout.engine_urls: the same URL twice; expected each engine once"
-
-
-def _sglang(config: RootConfig) -> Iterator[str]:
-    rollout, sglang = config.rollout, config.rollout.sglang
-    if rollout.engine_urls:
-        yield "rollout.engine_urls: given with engine sglang, which starts its own; expected none, or rollout=external"
-    if rollout.sync == "shared":
-        yield "rollout.sync: shared needs the embedded engine (one process); expected disk, ipc or nccl with sglang"
-    if sglang.colocated:
-        yield from _colocated(config)
-    needed = sglang.num_servers * sglang.tensor_parallel_size
-    if sglang.devices and len(sglang.devices) < needed:
-        yield (
-            f"rollout.sglang.devices: {len(sglang.devices)} of them for {sglang.num_servers} servers of "
-            f"{sglang.tensor_parallel_size} GPUs; expected {needed}"
-        )
-    if len(set(sglang.devices)) != len(sglang.devices):
-        yield "rollout.sglang.devices: the same GPU twice; expected each once"
-    last_port = sglang.base_port + 2 * sglang.num_servers - 1
-    if sglang.base_port and last_port > 65535:
-        yield f"rollout.sglang.base_port: {sglang.base_port} for {sglang.num_servers} servers ends at {last_port}"
-
-
-def _colocated(config: RootConfig) -> Iterator[str]:
-    rollout, trainer = config.rollout, config.trainer
-    if rollout.sync == "nccl":
-        yield (
-            "rollout.sync: nccl with rollout.sglang.colocated: two ranks of one group cannot share a GPU; expected "
-            "ipc, or disk"
-        )
-    if rollout.max_staleness > 0:
-        yield (
-            f"rollout.max_staleness: {rollout.max_staleness} with rollout.sglang.colocated: while the trainer steps no "
-            "engine has memory to run ahead with; expected 0, or GPUs of their own"
-        )
-    gpus = trainer.num_gpus if isinstance(trainer, MegatronTrainerConfig) else 1
-    needed = rollout.sglang.num_servers * rollout.sglang.tensor_parallel_size
-    if needed > gpus:
-        yield (
-            f"rollout.sglang.num_servers: {needed} GPUs for {rollout.sglang.num_servers} servers, colocated with a "
-            f"trainer that has {gpus}; expected at most that many"
-        )
-    outside = [number for number in rollout.sglang.devices if number >= gpus]
-    if outside:
-        yield (
-            f"rollout.sglang.devices: {', '.join(map(str, outside))} beyond the trainer's {gpus} with "
-            "rollout.sglang.colocated; expected some of the trainer's, or none given"
-        )
 
 
 def _asynchronous(config: RootConfig) -> Iterator[str]:

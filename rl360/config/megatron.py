@@ -51,19 +51,18 @@ def megatron_problems(config: RootConfig) -> Iterator[str]:
 
 
 def _shared_gpus(config: RootConfig, trainer: MegatronTrainerConfig) -> Iterator[str]:
-    """On one machine ranks take its first GPUs; servers beside them need others, or take turns."""
+    """On one machine ranks take its first GPUs; servers beside them get those behind, or take turns."""
     if config.rollout.engine != "sglang" or config.cluster._target_ != ClusterConfig._target_:
         return
     sglang = config.rollout.sglang
-    if sglang.memory_saver or trainer.rank_target != MegatronTrainerConfig.rank_target:
+    if sglang.colocated or trainer.rank_target != MegatronTrainerConfig.rank_target:
         return
     needed = sglang.num_servers * sglang.tensor_parallel_size
-    taken = sglang.devices[:needed] or list(range(needed))
-    if both := [number for number in taken if number < trainer.num_gpus]:
+    if both := [number for number in sglang.devices[:needed] if number < trainer.num_gpus]:
         others = list(range(trainer.num_gpus, trainer.num_gpus + needed))
         yield (
             f"rollout.sglang.devices: GPU {', '.join(map(str, both))} of the servers would be the trainer's too "
-            f"(trainer.num_gpus {trainer.num_gpus}); expected others, such as {others}, or rollout.sglang.memory_saver"
+            f"(trainer.num_gpus {trainer.num_gpus}); expected others, such as {others}, or rollout.sglang.colocated"
         )
 
 

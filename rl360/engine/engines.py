@@ -106,27 +106,26 @@ def external_engines(config: RootConfig, run_dir: Path, api_key: str | None) -> 
 
 
 def server_devices(config: RootConfig) -> list[str]:
-    """Devices of the servers: colocated the trainer's own, else those that it leaves.
+    """Devices of the servers: colocated the trainer's own, else those behind the trainer's; none where no GPU is.
 
-    Where it leaves too few, all of them: servers then share its GPUs and both keep all their memory, which small models
-    allow.
+    Raises ConfigError when Megatron ranks leave too few. A torch trainer on a machine of one GPU shares it with the
+    servers, and both keep all their memory: small models allow that.
     """
-    settings = config.rollout.sglang
+    settings, trainer = config.rollout.sglang, config.trainer
     found = devices(settings)
-    if settings.devices or settings.colocated:
+    if settings.devices or settings.colocated or not found:
         return found
-    trainer = config.trainer
     if isinstance(trainer, MegatronTrainerConfig):
         taken = trainer.num_gpus
     else:
         taken = 0 if getattr(trainer, "device", "auto") == "cpu" else 1
-    rest = found[taken:]
-    if len(rest) >= settings.num_servers * settings.tensor_parallel_size:
-        return rest
-    if found:
-        log.warning(
-            "the trainer takes %d of %d GPUs: servers share them with it, without a hand-over", taken, len(found)
-        )
+    needed = settings.num_servers * settings.tensor_parallel_size
+    if len(found) - taken >= needed:
+        return found[taken:]
+    problem = f"the trainer takes {taken} of {len(found)} GPUs, and {needed} are needed for servers"
+    if isinstance(trainer, MegatronTrainerConfig):
+        raise ConfigError(f"rollout.sglang: {problem}; try fewer servers, or rollout.sglang.colocated=true")
+    log.warning("%s: they share GPUs and keep all their memory", problem)
     return found
 
 

@@ -174,7 +174,7 @@ def test_the_defaults_have_no_problem(megatron):
             "rollout.engine: embedded shares the weights of one process, and trainer=megatron spreads them over 8",
         ),
         (
-            {"rollout.engine": "sglang", "rollout.engine_urls": []},
+            {"rollout.engine": "sglang", "rollout.engine_urls": [], "rollout.sglang.devices": [0]},
             "rollout.sglang.devices: GPU 0 of the servers would be the trainer's too (trainer.num_gpus 8); expected "
             "others, such as [8]",
         ),

@@ -1,0 +1,60 @@
+"""What rollout=sglang asks of the rest of an experiment: ways for weights, GPUs, ports, and sharing with the trainer.
+
+In: a typed config. Out: problems as `key: what; expected; try`. Left to others: single values (combinations.py), GPUs
+of Megatron ranks beside servers (megatron.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl360.config.schemas import MegatronTrainerConfig, RootConfig
+
+
+def serving_problems(config: RootConfig) -> Iterator[str]:
+    """Of an experiment with engine sglang."""
+    rollout, sglang = config.rollout, config.rollout.sglang
+    if rollout.engine_urls:
+        yield "rollout.engine_urls: given with engine sglang, which starts its own; expected none, or rollout=external"
+    if rollout.sync == "shared":
+        yield "rollout.sync: shared needs the embedded engine (one process); expected disk, ipc or nccl with sglang"
+    if sglang.colocated:
+        yield from _colocated(config)
+    needed = sglang.num_servers * sglang.tensor_parallel_size
+    if sglang.devices and len(sglang.devices) < needed:
+        yield (
+            f"rollout.sglang.devices: {len(sglang.devices)} of them for {sglang.num_servers} servers of "
+            f"{sglang.tensor_parallel_size} GPUs; expected {needed}"
+        )
+    if len(set(sglang.devices)) != len(sglang.devices):
+        yield "rollout.sglang.devices: the same GPU twice; expected each once"
+    last_port = sglang.base_port + 2 * sglang.num_servers - 1
+    if sglang.base_port and last_port > 65535:
+        yield f"rollout.sglang.base_port: {sglang.base_port} for {sglang.num_servers} servers ends at {last_port}"
+
+
+def _colocated(config: RootConfig) -> Iterator[str]:
+    rollout, trainer = config.rollout, config.trainer
+    if rollout.sync == "nccl":
+        yield (
+            "rollout.sync: nccl with rollout.sglang.colocated: two ranks of one group cannot share a GPU; expected "
+            "ipc, or disk"
+        )
+    if rollout.max_staleness > 0:
+        yield (
+            f"rollout.max_staleness: {rollout.max_staleness} with rollout.sglang.colocated: while the trainer steps no "
+            "engine has memory to run ahead with; expected 0, or GPUs of their own"
+        )
+    gpus = trainer.num_gpus if isinstance(trainer, MegatronTrainerConfig) else 1
+    needed = rollout.sglang.num_servers * rollout.sglang.tensor_parallel_size
+    if needed > gpus:
+        yield (
+            f"rollout.sglang.num_servers: {needed} GPUs for {rollout.sglang.num_servers} servers, colocated with a "
+            f"trainer that has {gpus}; expected at most that many"
+        )
+    outside = [number for number in rollout.sglang.devices if number >= gpus]
+    if outside:
+        yield (
+            f"rollout.sglang.devices: {', '.join(map(str, outside))} beyond the trainer's {gpus} with "
+            "rollout.sglang.colocated; expected some of the trainer's, or none given"
+        )

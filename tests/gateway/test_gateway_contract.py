@@ -50,7 +50,7 @@ async def test_sessions_from_start_to_close(kind: str, tmp_path: Path) -> None:
     assert (counts["engine_resends"], counts["engine_moves"]) == (0, 0)
 
 
-async def test_held_sessions_wait_and_a_new_proxy_is_held_too(kind: str, tmp_path: Path) -> None:
+async def test_held_sessions_wait(kind: str, tmp_path: Path) -> None:
     async with rig(kind, tmp_path) as made:
         await made.open("h0", "h1")
         await made.say("h0")

@@ -123,7 +123,8 @@ class ScriptedAgent(BaseAgent):
         script = SCRIPTS[(self._base_url or "").removeprefix("attack://").removesuffix("/")]
         context.metadata = {"stop": "finished"}
         try:
-            done = await environment.exec(script, timeout_sec=15)
+            # An attack may wait for ever; the controls only ever wait for a busy machine.
+            done = await environment.exec(script, timeout_sec=15 if PRELUDE in script else 50)
             context.metadata["said"] = (done.stdout or "") + (done.stderr or "")
             for command in AFTERWARDS:
                 await environment.exec(command, timeout_sec=15)

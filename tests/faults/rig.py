@@ -205,7 +205,7 @@ class Rig:
         """Bubblewrap processes that the keepers started; below each is one sandbox."""
         for pid in self.worker_pids():
             for keeper in _children(pid):
-                yield from (child for child in keeper.children() if _name(child) == "bwrap")
+                yield from (child for child in _children(keeper.pid) if _name(child) == "bwrap")
 
     def sandbox_with(self, command: str) -> psutil.Process | None:
         """The sandbox in which a process with this command line runs."""

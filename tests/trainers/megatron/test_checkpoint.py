@@ -228,7 +228,7 @@ def test_weights_without_an_optimizer_are_refused(ranks, tied, tmp_path):
     to_megatron(tmp_path / "hf", tmp_path / "megatron")
     with pytest.raises(CheckpointError, match=r"release: no training checkpoint .* named by model.path"):
         trainer.restore(tmp_path / "megatron")
-    with pytest.raises(CheckpointError, match=r"nothing: no Megatron checkpoint"):
+    with pytest.raises(CheckpointError, match=r"nothing: no such folder; expected a Megatron checkpoint"):
         trainer.restore(tmp_path / "nothing")
 
 

@@ -1,4 +1,4 @@
-"""`rl360 run | check | sweep | tasks | model | simulate | view | doctor`: reads the command line, shows problems, hands over.
+"""`rl360 run | check | sweep | tasks | model | simulate | view | doctor`: reads arguments, shows problems, hands over.
 
 In: arguments. Out: an exit code (0 fine, 1 a problem, 2 an unknown command, 130 interrupted). What a user wrote wrongly
 is printed, all of it, without a traceback. torch and Harbor are imported by a run, not here.

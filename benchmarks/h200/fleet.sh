@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One H200: SGLang alone against the same requests through the session proxy, and through proxy and SMG; the contract tests on
-# a server that the fleet's code started; what a real server answers to every call that RL360 makes.
+# One H200: SGLang alone against the same requests through the session proxy, and through proxy and SMG; what a real server
+# answers to every call that RL360 makes. (The engine's contract tests on a real server: lookahead.sh.)
 #
 #   bash benchmarks/h200/fleet.sh [SESSIONS]       results under $OUT
 source "$(dirname "$0")/unpack.sh"

@@ -30,10 +30,11 @@ curl -s -m 200 "http://127.0.0.1:$port/generate" -H 'Content-Type: application/j
 RL360_SGLANG_URL="http://127.0.0.1:$port" python3 -m pytest -p no:cacheprovider -q tests/gateway/embedded/test_server.py \
     -k contract > "$out/contract.txt" 2>&1 || true
 python3 -m pytest -p no:cacheprovider -q -m gpu tests/trainers > "$out/gpu_tests.txt" 2>&1 || true
-timeout 900 python3 benchmarks/h200/record_sglang.py "http://127.0.0.1:$port" > "$out/sglang_replies.json" || true
 python3 -m rl360.cli run experiment=quickstart rollout=external "rollout.engine_urls=[http://127.0.0.1:$port]" \
     iterations="$iterations" trainer.device=cuda trainer.max_tokens_per_gpu=16384 evaluation=none output_dir=/tmp/rl360/run \
     2>&1 | tee "$out/run.log" || true
 cp /tmp/rl360/run/{metrics.jsonl,summary.json,resolved.yaml} "$out/" || true
 cp /tmp/rl360/run/logs/driver.log "$out/driver.log" || true
 python3 -m rl360.diagnostics.recount /tmp/rl360/run | tee "$out/recount.txt" || true
+# Last: some of these calls leave the server unusable.
+timeout 900 python3 benchmarks/h200/record_sglang.py "http://127.0.0.1:$port" > "$out/sglang_replies.json" || true

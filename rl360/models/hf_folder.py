@@ -7,6 +7,7 @@ each writes its own shards. Left to others: where values come from (rl360.models
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import json
 import os
@@ -68,6 +69,8 @@ class Ranks:
             return cls()
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo")
+            # Gloo's threads that still run when the interpreter is taken down abort the process, its work done or not.
+            atexit.register(torch.distributed.destroy_process_group)
         return cls(torch.distributed.group.WORLD)
 
     @contextmanager

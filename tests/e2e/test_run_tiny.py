@@ -93,9 +93,9 @@ def collect(name: str, value, found: dict[str, torch.Tensor]) -> None:
 
 
 def metrics(out: Path) -> list[dict[str, float]]:
-    """Rows without what depends on the clock, or on how engines are reached."""
+    """Rows without what depends on the clock."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "gateway/"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
 
 def leftovers(out: Path) -> list[str]:

@@ -131,7 +131,10 @@ def _came_before(sent: dict[str, Any], known: dict[str, Any]) -> bool:
     """Whether both are the same JSON. In Python alone 1, 1.0 and true are equal, and text is the rule."""
     if sent != known:
         return False
-    return all(type(value) is str for value in sent.values()) or json.dumps(sent) == json.dumps(known)
+    for value in sent.values():  # for every message of the history, each turn: no generator
+        if type(value) is not str:
+            return json.dumps(sent) == json.dumps(known)
+    return True
 
 
 def completion(

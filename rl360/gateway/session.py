@@ -348,6 +348,8 @@ class ProxySession:
         return given_up
 
     def _drop_undelivered(self) -> None:
+        if not any(call.abandoned for _, call in self._turns):
+            return
         kept: list[tuple[Turn, Call]] = []
         for turn, call in reversed(self._turns):
             built_upon = any(later.segment == turn.segment for later, _ in kept)

@@ -31,6 +31,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rl360.gateway.messages import REASONING_KEYS, digest
@@ -38,6 +39,17 @@ from rl360.gateway.tokenizer import TextTokenizer
 
 # Some templates refuse an assistant message without a thinking field, even an empty one; the first that works is used.
 THINKING_FIELDS: tuple[dict[str, str], ...] = ({}, {"reasoning_content": ""}, {"thinking": ""}, {"think": ""})
+
+
+# What templates ask of `loop` for every message of a conversation: plain values, which need no look by the sandbox.
+_LOOP_VALUES = frozenset(("first", "last", "index", "index0", "length", "previtem", "nextitem"))
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is LoopContext and attribute in _LOOP_VALUES:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
 
 class TemplateRefused(ValueError):
@@ -81,7 +93,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._clock = clock
         self._local = threading.local()
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
@@ -110,7 +122,7 @@ class ChatTemplate:
         template = self._tools if tools else self._plain
         names = {**self.tokenizer.special_names, "documents": None, **arguments}
         names |= {
-            "messages": [self._with_fields(m) for m in messages],
+            "messages": [self._with_fields(m) for m in messages] if self._assistant_fields else list(messages),
             "tools": list(tools) or None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -266,7 +278,7 @@ class ChatTemplate:
         return plain
 
     def _with_fields(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        if message["role"] != "assistant" or not self._assistant_fields:
+        if message["role"] != "assistant":
             return message
         if any(key in message for key in (*REASONING_KEYS, "think")):
             return message
@@ -318,12 +330,16 @@ def _only_appends(pieces: Sequence[str], boundaries: Sequence[Boundary], new: Se
     generation prompt, so it is not compared; a template could put a new message there.
     """
     texts = [text for message in new if (text := message["content"].strip())]
-    kept = list(zip(pieces, boundaries, strict=False))
-    return bool(kept) and all(
-        hash(piece[: boundary.length]) == boundary.text_hash
-        and not any(text in piece[boundary.length :] for text in texts)
-        for piece, boundary in kept
-    )
+    clean: set[str] = set()  # openings in which nothing new stands: mostly one and the same
+    for piece, boundary in zip(pieces, boundaries, strict=False):
+        if hash(piece[: boundary.length]) != boundary.text_hash:
+            return False
+        opening = piece[boundary.length :]
+        if opening not in clean:
+            if any(text in opening for text in texts):
+                return False
+            clean.add(opening)
+    return bool(pieces) and bool(boundaries)
 
 
 def _to_json(value: object, indent: int | None = None, **_: object) -> str:

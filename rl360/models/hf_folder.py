@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -213,6 +214,32 @@ def write_safetensors(path: Path, tensors: Sequence[LazyTensor], progress: Calla
             progress(tensor.num_bytes)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` for one process to write into; it takes its place, whole or not at all.
+
+    What is there already steps aside first, since a rename replaces only empty folders. `new_folder` refuses it
+    instead, and is for several processes.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        staging.chmod(0o755)  # mkdtemp makes it private; a checkpoint is not
+        yield staging
+        sync_tree(staging)
+        if folder.exists():
+            aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+            folder.rename(aside / "folder")
+            staging.rename(folder)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            staging.rename(folder)
+        sync_path(folder.parent)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def sync_tree(folder: Path) -> None:

@@ -8,9 +8,7 @@ trainer; fetching a model is left to rl360.models.fetch.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from rl360.errors import ConfigError
 from rl360.models.decoder import Decoder, DecoderConfig
+from rl360.models.hf_folder import replacing_folder
 from rl360.models.weight_files import WEIGHTS_FILE, locate_tensors
 
 CONFIG_FILE = "config.json"
@@ -120,17 +119,9 @@ def save_hf(decoder: Decoder, folder: Path | str, source: Path | str) -> Path:
     replaced. Returns `folder`.
     """
     folder, source = Path(folder), Path(source)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        staging.chmod(0o755)  # mkdtemp makes it private; a checkpoint is not
+    with replacing_folder(folder) as staging:
         copy_companions(source, staging, decoder.dtype)
         save_file(_checkpoint_tensors(decoder), str(staging / WEIGHTS_FILE), metadata={"format": "pt"})
-        _fsync(staging)
-        _replace(staging, folder)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     return folder
 
 
@@ -153,28 +144,3 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None
     for name in (*COMPANION_FILES, *sorted(modules)):
         if Path(name).name == name and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-
-
-def _fsync(staging: Path) -> None:
-    for path in [*staging.iterdir(), staging]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _replace(staging: Path, folder: Path) -> None:
-    """Rename into place. A folder that is already there steps aside first, since rename replaces only empty ones."""
-    if folder.exists():
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-        folder.rename(aside / "folder")
-        staging.rename(folder)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        staging.rename(folder)
-    descriptor = os.open(folder.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

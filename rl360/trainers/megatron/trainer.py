@@ -14,7 +14,6 @@ import asyncio
 import json
 import math
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -211,15 +210,12 @@ class MegatronTrainer:
         """Write the current weights as an HF folder, whole or not at all; an existing one is replaced."""
         import torch
 
-        from rl360.models.hf_folder import sync_tree
+        from rl360.models.hf_folder import replacing_folder
         from rl360.models.loading import copy_companions
         from rl360.models.weight_files import INDEX_FILE, WEIGHTS_FILE
 
         folder = Path(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            staging.chmod(0o755)
+        with replacing_folder(folder) as staging:
             found = self._call_all("publish", staging)
             files = {name: file for part in found for name, file in part.files.items()}
             copy_companions(self._model_dir, staging, dtype=getattr(torch, found[0].dtype))
@@ -229,11 +225,6 @@ class MegatronTrainer:
                 total = sum(part.num_bytes for part in found)
                 index = {"metadata": {"total_size": total}, "weight_map": files}
                 (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-            sync_tree(staging)
-            _replace(staging, folder)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
         return folder
 
     def save(self, folder: Path) -> None:
@@ -396,17 +387,3 @@ def _raise_first(method: str, failed: SequenceABC[asyncio.Task[Any]], num_ranks:
         "trainer_rank_died" if deaths else "trainer_rank_failed",
         f"{method}: {name} of {num_ranks}: {type(error).__name__}: {error}\n{notes}".rstrip(),
     ) from error
-
-
-def _replace(staging: Path, folder: Path) -> None:
-    """Rename into place; what is there already steps aside first, since a rename replaces only empty folders."""
-    from rl360.models.hf_folder import sync_path
-
-    if folder.exists():
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-        folder.rename(aside / "folder")
-        staging.rename(folder)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        staging.rename(folder)
-    sync_path(folder.parent)

@@ -25,7 +25,6 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import statistics
 import tempfile
 import time
@@ -35,6 +34,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from stub_engine import stub_reply
 
 TOKENS_PER_S = 50.0  # of one paced session
 TASK = "There is a small repository in /app. Its tests fail. Find out why, repair it, and say when you are done. "
@@ -56,26 +57,14 @@ def run_engine(channel: Connection, pool: list[int], eos: int) -> None:
     """/generate with SGLang's fields, and the little that SMG asks of an engine."""
     from aiohttp import web
 
-    wanted, state = re.compile(rb'"max_new_tokens": ?(\d+)'), {"paced": True, "arrived": 0}
+    state = {"paced": True, "arrived": 0}
 
     async def generate(request: web.Request) -> web.Response:
-        found = wanted.search(await request.read())
-        assert found is not None
+        reply, count = stub_reply(await request.read(), pool, eos)
         state["arrived"] += 1
-        count, start = int(found[1]), random.randrange(len(pool))
-        ids = [*(pool[(start + i) % len(pool)] for i in range(count - 1)), eos]
-        meta = {
-            "id": "x",
-            "finish_reason": {"type": "stop", "matched": eos},
-            "output_token_logprobs": [[-0.5, token, None] for token in ids],
-            "prompt_tokens": 0,
-            "completion_tokens": count,
-            "cached_tokens": 0,
-            "weight_version": "0",
-        }
         if state["paced"]:
             await asyncio.sleep(count / TOKENS_PER_S)
-        return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
+        return web.json_response(reply)
 
     async def pace(request: web.Request) -> web.Response:
         state["paced"] = (await request.read()) == b"on"

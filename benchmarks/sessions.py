@@ -22,13 +22,14 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import tempfile
 import time
 import urllib.request
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from stub_engine import stub_reply
 
 TOKENS_PER_S = 50.0  # of one session
 IDLE_S = 2.0
@@ -50,28 +51,10 @@ def run_engine(channel: Connection, pool: list[int], eos: int) -> None:
     """/generate with SGLang's fields. Reads of the request what it needs with two searches: it is not what is timed."""
     from aiohttp import web
 
-    wanted, paced = re.compile(rb'"max_new_tokens": ?(\d+)'), {"on": False}
+    paced = {"on": False}
 
     async def generate(request: web.Request) -> web.Response:
-        body = await request.read()
-        found = wanted.search(body)
-        assert found is not None
-        count = int(found[1])
-        start = random.randrange(len(pool))
-        ids = [*(pool[(start + i) % len(pool)] for i in range(count - 1)), eos]
-        reply = {
-            "text": "",
-            "output_ids": ids,
-            "meta_info": {
-                "id": "x",
-                "finish_reason": {"type": "stop", "matched": eos},
-                "output_token_logprobs": [[-0.5, token, None] for token in ids],
-                "prompt_tokens": 0,
-                "completion_tokens": count,
-                "cached_tokens": 0,
-                "weight_version": "0",
-            },
-        }
+        reply, count = stub_reply(await request.read(), pool, eos)
         if paced["on"]:
             await asyncio.sleep(count / TOKENS_PER_S)
         return web.json_response(reply)

@@ -22,8 +22,6 @@ LENGTHS = [7, 1, 12]
 def layout():
     from rl360.models.megatron.parallel import start_parallel, stop_parallel
 
-    if distributed.is_initialized():
-        pytest.skip("this process is already one of another group")
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     layout = Layout.of(1)
     start_parallel(layout)

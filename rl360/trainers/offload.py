@@ -46,6 +46,7 @@ class Offloader:
         for storage, _, _ in self._moved:
             storage.resize_(0)
         if cuda:
+            torch.cuda.ipc_collect()  # buckets that an engine has read and let go of are still counted as lent
             torch.cuda.empty_cache()
         return sum(size for _, size, _ in self._moved)
 

@@ -8,13 +8,18 @@ and gate, up. Moving buckets is left to rl360.weight_sync.sources, asking engine
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 SHA256, GPU_KERNEL = "sha256", "gpu_kernel"  # SGLang hashes a tensor in another way on each kind of device
+HASH_KERNEL = "kernels/ops/memory/gpu_tensor_hash.py"  # of SGLang 0.5.16; needs torch and Triton only
 VOCAB_MULTIPLE = 64  # rows of an embedding or a head on SGLang's side
 # SGLang keeps q, k, v in one tensor, rows one after the other, and gate, up in another: (its name, their names).
 JOINED = (
@@ -94,13 +99,36 @@ def tensor_hash(tensor: Tensor) -> str | None:
     where there is none, and then engines can only be compared with one another.
     """
     if tensor.is_cuda:
-        try:
-            from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
-        except ImportError:
+        kernel = _hash_kernel()
+        if kernel is None:
             return None
-        return f"{gpu_tensor_hash(tensor.detach().contiguous()):016x}"
+        with torch.cuda.device(tensor.device):  # Triton launches on the thread's own device, which need not be this
+            whole = tensor.detach().contiguous()
+            words = whole.storage_offset() * whole.element_size() % 4 == 0  # it reads 32 bits at a time
+            return f"{kernel(whole if words else whole.clone()):016x}"
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(memoryview(data)).digest()[:8].hex()
+
+
+@lru_cache(maxsize=1)
+def _hash_kernel() -> Callable[[Tensor], int] | None:
+    """SGLang's file by itself: importing the package takes seconds, and changes transformers in this process."""
+    package = importlib.util.find_spec("sglang")
+    for folder in (package and package.submodule_search_locations) or ():
+        file = Path(folder) / HASH_KERNEL
+        if file.is_file():
+            spec = importlib.util.spec_from_file_location("rl360_sglang_tensor_hash", file)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # Triton looks a kernel's module up there
+            try:
+                spec.loader.exec_module(module)
+            except ImportError:  # no Triton here
+                return None
+            found: Callable[[Tensor], int] = module.gpu_tensor_hash
+            return found
+    return None
 
 
 @dataclass(slots=True)

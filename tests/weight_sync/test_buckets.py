@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl360.weight_sync.buckets import Expectation, bucketed, flatten, tensor_hash
+from rl360.weight_sync.buckets import HASH_KERNEL, Expectation, _hash_kernel, bucketed, flatten, tensor_hash
 from rl360.weight_sync.wire import PREFIX, SHARED_MEMORY, exported, opened
 
 
@@ -54,6 +55,26 @@ def test_the_hash_is_the_beginning_of_sha256_of_the_memory() -> None:
     expected = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
     assert tensor_hash(tensor) == expected
     assert tensor_hash(tensor.T) != expected  # as it lies when contiguous
+
+
+def test_the_hash_kernel_is_read_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`import sglang` patches transformers: a trainer must not do that to itself."""
+    file = tmp_path / "sglang" / HASH_KERNEL
+    file.parent.mkdir(parents=True)
+    (tmp_path / "sglang/__init__.py").write_text("raise AssertionError('imported')")
+    file.write_text("def gpu_tensor_hash(tensor):\n    return 42\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    _hash_kernel.cache_clear()
+    try:
+        kernel = _hash_kernel()
+        assert kernel is not None
+        assert kernel(torch.zeros(1)) == 42
+        assert "sglang" not in sys.modules
+        file.write_text("import a_module_that_nobody_has\n")
+        _hash_kernel.cache_clear()
+        assert _hash_kernel() is None  # engines are then compared with one another only
+    finally:
+        _hash_kernel.cache_clear()
 
 
 def test_an_expectation_names_what_is_wrong() -> None:

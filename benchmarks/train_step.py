@@ -2,11 +2,17 @@
 
     python benchmarks/train_step.py --layers 20 --cases 8192x1 8192x8 --json out.json
     python benchmarks/train_step.py --num-gpus 2 --tensor-parallel 2 --cases 8192x4 4096+2048+2048x4
+    python benchmarks/train_step.py --layers 12 --one-of-context 4 --cases 131072x1
 
 Random weights of Qwen3-8B's shapes (or --config of another model), random tokens, real AdamW steps. Ranks run as
 they do in a run: processes of a `WorkerGroup`. A case is the sequences of one micro-batch, joined by `+`, and after the
 `x` how many micro-batches a data-parallel rank computes in one step; every case is a step of its own kind, timed from
 the driver's call to its answer, optimizer included.
+
+`--one-of-context N` runs on one GPU what the last of N context ranks computes: its 1/N of the queries against the keys
+of the whole stream, kept as that rank keeps them. The exchange is a copy inside the card's memory (every rank's part is
+taken to be its own), so no time on a network is in it; the optimizer holds everything, which N ranks would share. Rates
+and FLOPs are of this rank's part.
 
 The roofline is measured on the same card just before: the products of every linear layer (forward, gradient of the
 input, gradient of the weight added in fp32), of the head, and the attention kernel, forward and backward, each at the
@@ -24,6 +30,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -45,6 +52,7 @@ from rl360.types import Batch  # noqa: E402
 from rl360.types import Sequence as TokenSequence  # noqa: E402
 
 PEAK_FLOPS = 989e12
+ONE_OF_CONTEXT = "RL360_BENCHMARK_ONE_OF_CONTEXT"  # for the rank's process
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -116,6 +124,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-gpus", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--context-parallel", type=int, default=1)
+    parser.add_argument("--one-of-context", type=int, default=1, help="one GPU, the part of one of so many; see above")
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--recompute", default="none", choices=["none", "core_attn", "full"])
     parser.add_argument("--no-compile", action="store_true")
@@ -129,6 +138,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trainer", type=json.loads, default={}, help="further keys of the trainer, as JSON")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.one_of_context > 1 and args.num_gpus > 1:
+        parser.error("--one-of-context stands for ranks that are not there: it takes --num-gpus 1")
     args.data_parallel = args.num_gpus // (args.tensor_parallel * args.context_parallel * args.pipeline_parallel)
     return args
 
@@ -148,7 +159,7 @@ def measured_steps(shape: DecoderConfig, args: argparse.Namespace, folder: Path,
         pipeline_parallel_size=args.pipeline_parallel,
         recompute=args.recompute,
         compile=not args.no_compile,
-        rank_target=f"{Path(__file__).stem}:{'ProfiledRank' if args.profile else 'BenchmarkRank'}",
+        rank_target=f"{Path(__file__).stem}:{rank_class(args)}",
         model_dir=folder,
         random_init_seed=0,
         algorithm=GRPO(),
@@ -176,6 +187,13 @@ def measured_steps(shape: DecoderConfig, args: argparse.Namespace, folder: Path,
     finally:
         trainer.close()
     return found
+
+
+def rank_class(args: argparse.Namespace) -> str:
+    if args.one_of_context > 1:
+        os.environ[ONE_OF_CONTEXT] = str(args.one_of_context)
+        return "ContextRank"
+    return "ProfiledRank" if args.profile else "BenchmarkRank"
 
 
 def random_batch(shape: DecoderConfig, args: argparse.Namespace, case: Case, seed: int) -> Batch:
@@ -233,6 +251,50 @@ class ProfiledRank(BenchmarkRank):
         )
 
 
+class ContextRank(BenchmarkRank):
+    """The last of `ONE_OF_CONTEXT` context ranks, without the others: what it would get from them is its own."""
+
+    def _join(self, host: str, port: int) -> None:
+        from rl360.models.megatron import attention
+        from rl360.models.megatron.spec import Layer
+        from rl360.trainers.megatron import training
+
+        size = int(os.environ[ONE_OF_CONTEXT])
+        attention.distributed = CopiesForExchanges
+        whole = training.Work.of
+
+        def part(*inputs: Any, context_size: int, context_rank: int, **options: Any) -> Any:
+            return whole(*inputs, context_size=size, context_rank=size - 1, **options)
+
+        training.Work.of = part
+        super()._join(host, port)
+        for chunk in self.training.unwrapped():
+            for layer in (module for module in chunk.modules() if isinstance(module, Layer)):
+                layer.context_group = AloneOf(size)  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class AloneOf:
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+
+class CopiesForExchanges:
+    """The two collectives of attention.py, as one rank's copies: as many bytes written, none sent."""
+
+    @staticmethod
+    def all_gather_into_tensor(out: Any, own: Any, group: AloneOf) -> None:
+        out.view(group.size(), *own.shape).copy_(own)
+
+    @staticmethod
+    def reduce_scatter_tensor(own: Any, ranks: Any, group: AloneOf) -> None:
+        import torch
+
+        torch.sum(ranks.view(group.size(), *own.shape), dim=0, out=own)
+
+
 # ---- the roofline
 
 
@@ -250,7 +312,7 @@ class Roofline:
 
         shape, args = self.shape, self.args
         device, kind = torch.device("cuda", 0), torch.bfloat16
-        tensor, context = args.tensor_parallel, args.context_parallel
+        tensor, context = args.tensor_parallel, args.context_parallel * args.one_of_context
         tokens = sum(lengths) // context
         predicting = sum(n - max(1, int(n * args.prompt_share)) for n in lengths) // context
         heads, kv_heads, width = shape.num_heads // tensor, shape.num_kv_heads // tensor, shape.head_dim
@@ -354,7 +416,7 @@ def derived(
     figures: dict[str, Any],
     roofline: dict[str, float] | None,
 ) -> dict[str, Any]:
-    replicas = case.micro_batches * args.data_parallel
+    replicas = case.micro_batches * args.data_parallel / args.one_of_context
     flops = model_flops(shape, case.lengths, args.prompt_share) * replicas
     step_s = figures["step_s"]
     result: dict[str, Any] = {

@@ -24,6 +24,9 @@ from rl360.gateway.prompt_ids import PromptIds
 QUOTED_CHARS = 500
 # A live engine answers /health at once; waiting longer only delays noticing a dead one.
 HEALTH_TIMEOUT_S = 5.0
+# Of a checkpoint's folder, whatever the server was started with: one that began with random weights (dummy) would
+# otherwise refuse to read files.
+FOLDER_FORMAT = "auto"
 
 
 class HttpEngine:
@@ -72,14 +75,21 @@ class HttpEngine:
         return reply
 
     async def load(self, path: Path, version: int) -> None:
-        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": True}
+        body = {
+            "model_path": str(path),
+            "load_format": FOLDER_FORMAT,
+            "weight_version": str(version),
+            "flush_cache": True,
+        }
         reply = await self._json("POST", "/update_weights_from_disk", body, self._load_timeout_s)
         if reply.get("success") is not True:
             raise EngineError("engine_reply", f"{self.url} did not load {path}: {reply.get('message', reply)}")
 
-    async def flush(self) -> None:
-        """Forget cached prefixes. An engine with requests in it answers 400: `engine_status_400`."""
-        await self._call("POST", "/flush_cache", {}, self._control_timeout_s)
+    async def flush(self, wait_s: float = 0.0) -> None:
+        """Forget cached prefixes. An engine that still has requests in it after `wait_s` answers 400:
+        `engine_status_400`. SGLang computes one step more for a request whose end was already told."""
+        path = f"/flush_cache?timeout={wait_s:g}" if wait_s else "/flush_cache"
+        await self._call("POST", path, {}, self._control_timeout_s + wait_s)
 
     async def abort(self, rid: str | None) -> None:
         body = {"abort_all": True, "rid": ""} if rid is None else {"rid": rid, "abort_all": False}

@@ -1,8 +1,9 @@
 """Engines on the trainer's own GPUs: memory changes hands in each iteration, and the weights with it.
 
 In: as in sync.py, and a trainer that can leave its GPUs. Out: the same reports. The order: hold and drain requests,
-pause engines, release their memory, onload the trainer, step; then resume the engines' weights, send and check new
-ones, set the version, offload the trainer, resume the KV cache, flush, continue, and let requests through.
+pause engines, wait until they are idle (a flush), release their memory, onload the trainer, step; then resume the
+engines' weights, send and check new ones, set the version, offload the trainer, resume the KV cache, flush, continue,
+and let requests through.
 
 An engine without memory must not be asked anything that computes: requests wait in the gateway, health checks are
 suspended, and no server is started meanwhile, since a new one would take memory that the trainer has. A replacement
@@ -22,7 +23,7 @@ from rl360.errors import EngineError
 from rl360.protocols import Trainer
 from rl360.types import SyncReport
 from rl360.weight_sync.engine import WeightEngine
-from rl360.weight_sync.sync import FleetSync, Push, ServingSet, Timing
+from rl360.weight_sync.sync import IDLE_WAIT_S, FleetSync, Push, ServingSet, Timing
 from rl360.weight_sync.transports import Failures, Transport
 
 log = logging.getLogger(__name__)
@@ -137,6 +138,7 @@ class ColocatedSync(FleetSync):
             await self._quiet(push.everyone)
             self._hold_s = time.monotonic() - self._began
             await push.everyone(lambda engine: engine.pause())
+            await push.everyone(lambda engine: engine.flush(IDLE_WAIT_S))
             await push.everyone(lambda engine: engine.release_memory((KV_CACHE, WEIGHTS)))
             self._pause_s = time.monotonic() - self._began - self._hold_s
         finally:
@@ -160,7 +162,7 @@ class ColocatedSync(FleetSync):
             await asyncio.to_thread(self._owner.offload)
             self._trainer_has_memory = False
             await push.everyone(lambda engine: engine.resume_memory((KV_CACHE,)))
-            await push.everyone(lambda engine: engine.flush())
+            await push.everyone(lambda engine: engine.flush(IDLE_WAIT_S))
             await push.everyone(lambda engine: engine.resume())
             self.timing = Timing(
                 prepared - began,

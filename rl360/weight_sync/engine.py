@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl360.errors import EngineError
-from rl360.gateway.engine_client import HttpEngine
+from rl360.gateway.engine_client import FOLDER_FORMAT, HttpEngine
 from rl360.weight_sync.buckets import GPU_KERNEL, SHA256
 from rl360.weight_sync.sources import BucketSpec
 
@@ -36,7 +36,7 @@ class WeightEngine(HttpEngine):
 
     async def load_unnamed(self, path: Path) -> None:
         """Load a folder without saying which version it is: the version is set when it was checked."""
-        body = {"model_path": str(path), "flush_cache": False}
+        body = {"model_path": str(path), "load_format": FOLDER_FORMAT, "flush_cache": False}
         await self._succeed("/update_weights_from_disk", body, self._load_timeout_s)
 
     async def take_handles(self, handles: Sequence[str]) -> None:
@@ -71,7 +71,8 @@ class WeightEngine(HttpEngine):
         await self._succeed("/destroy_weights_update_group", {"group_name": group_name}, self._control_timeout_s)
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """Give memory back; the engine must be idle. What it held is gone."""
+        """Give memory back. What it held is gone. SGLang's scheduler dies of this call unless it is idle, and a
+        request whose answer has come may still be in its last batch: `flush` waits for that."""
         await self._call("POST", "/release_memory_occupation", {"tags": list(tags)}, self._transfer_timeout_s)
 
     async def resume_memory(self, tags: Sequence[str]) -> None:

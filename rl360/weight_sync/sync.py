@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 QUOTED_PROBLEMS = 5
 INTERRUPT, DRAIN = "interrupt", "drain"
 ABORT_POLL_S = 0.25  # between two aborts: a request that was on its way to the engine missed the first
+IDLE_WAIT_S = 10.0  # for the step that an engine still computes for requests which have ended
 ABORT_WAIT_S = 5.0  # then the pause, which waits for what runs, has to do
 
 
@@ -242,7 +243,7 @@ class FleetSync:
                 marks.append(time.monotonic())
                 if self._compare_hashes:
                     push.drop(await self._differences(push.left))
-                await everyone(lambda engine: engine.flush())
+                await everyone(lambda engine: engine.flush(IDLE_WAIT_S))
                 await everyone(lambda engine: engine.set_version(version))
                 marks.append(time.monotonic())
                 await everyone(lambda engine: engine.resume())

@@ -183,7 +183,7 @@ async def test_what_is_sent():
         (
             "/update_weights_from_disk",
             "Bearer secret",
-            {"model_path": "/weights", "weight_version": "12", "flush_cache": True},
+            {"model_path": "/weights", "load_format": "auto", "weight_version": "12", "flush_cache": True},
         ),
         ("/pause_generation", "Bearer secret", {"mode": "abort"}),
         ("/continue_generation", "Bearer secret", {}),

@@ -15,6 +15,7 @@ import asyncio
 import json
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ from rl360.gateway.embedded.weights import WeightReceiver
 # Request bodies of long contexts: a million tokens of JSON take about 7 MiB.
 MAX_BODY_BYTES = 64 * 2**20
 START_TIMEOUT_S = 30.0
+FLUSH_POLL_S = 0.02
 # Fields of /generate that are understood; others are an error when they ask for something.
 _UNDERSTOOD = {"text", "input_ids", "sampling_params", "rid", "return_logprob", "stream"}
 _IGNORED = {"logprob_start_len", "return_text_in_logprobs", "top_logprobs_num", "log_metrics", "model"}
@@ -231,7 +233,11 @@ class EngineServer:
     # --- control ---------------------------------------------------------------------------------------------------
 
     async def _flush_cache(self, http: web.Request) -> web.Response:
+        deadline = time.monotonic() + float(http.query.get("timeout", 0.0))
         flushed = await asyncio.to_thread(self.engine.flush)
+        while not flushed and time.monotonic() < deadline:
+            await asyncio.sleep(FLUSH_POLL_S)
+            flushed = await asyncio.to_thread(self.engine.flush)
         text = "Cache flushed." if flushed else "Not flushed: there are running or waiting requests."
         return web.Response(text=text + "\n", status=200 if flushed else 400)
 

@@ -124,6 +124,15 @@ async def test_contract_streaming_ends_as_the_plain_reply(url):
     assert [p["meta_info"]["finish_reason"] is None for p in parts] == [True] * (len(parts) - 1) + [False]
 
 
+async def test_contract_a_flush_can_wait_until_requests_have_ended(url):
+    short = asyncio.create_task(
+        call(url, "/generate", body(rid="contract-5", sampling_params={"max_new_tokens": 100, "ignore_eos": True}))
+    )
+    await asyncio.sleep(0.05)
+    assert (await call(url, "/flush_cache?timeout=30", {}))[0] == 200
+    assert (await asyncio.wait_for(short, 5))[0] == 200
+
+
 async def test_contract_abort_hands_back_what_there_is(url):
     long = asyncio.create_task(
         call(url, "/generate", body(rid="contract-4", sampling_params={"max_new_tokens": 900, "temperature": 1.0}))

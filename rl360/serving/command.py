@@ -6,16 +6,23 @@ command that takes them will do, and RL360's embedded engine is one (`python -m 
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl360.config.serving import FP32_LOGITS_FLAG
 from rl360.errors import ConfigError, InfrastructureError
 
 SGLANG = (sys.executable, "-m", "sglang.launch_server")
 PORTS_PER_SERVER = 2  # HTTP, and the rendezvous of its tensor-parallel ranks
+# SGLang upcasts hidden states and output matrix for each forward pass and multiplies in fp32: on tensor cores only as
+# TF32, whose 11 significant bits hold a bf16 or fp16 value exactly, so that it costs no precision here. An fp32 model
+# has fp32 logits anyway, and TF32 would round all its products.
+FP32_LOGITS_FLAGS = (FP32_LOGITS_FLAG, "--enable-tf32-matmul")
 SEED_STEP = 1009  # between two servers' seeds, so that no two sample alike
 ENVIRONMENT = {
     # A health check must neither wait behind a pause nor cost a token; the fleet asks the scheduler itself.
@@ -33,6 +40,7 @@ class ServerFlags:
     command: tuple[str, ...] = SGLANG
     tensor_parallel_size: int = 1
     dtype: str = "bfloat16"
+    fp32_logits: bool = False  # final logits in fp32, whatever the dtype
     load_format: str | None = None
     weight_version: int = 0
     seed: int = 0
@@ -60,11 +68,14 @@ class Launch:
     environment: Mapping[str, str]
 
 
-def launches(flags: ServerFlags, num_servers: int, base_port: int, devices: Sequence[str]) -> list[Launch]:
+def launches(
+    flags: ServerFlags, num_servers: int, base_port: int, devices: Sequence[str], visible: Sequence[str] = ()
+) -> list[Launch]:
     """One plan of ports and devices for the whole fleet.
 
     `devices` are names for CUDA_VISIBLE_DEVICES, the first `tensor_parallel_size` for server 0 and so on; none: the
-    variable is left alone. Raises `ConfigError` when they do not suffice.
+    variable is left alone. A server computes on its own and sees those of `visible` behind them: it opens a trainer's
+    memory on another GPU (sync ipc) only where it sees that GPU. Raises `ConfigError` when they do not suffice.
     """
     needed = num_servers * flags.tensor_parallel_size
     if devices and len(devices) < needed:
@@ -73,10 +84,10 @@ def launches(flags: ServerFlags, num_servers: int, base_port: int, devices: Sequ
             f"devices, there are {len(devices)} ({', '.join(devices)}); try fewer servers, or set devices"
         )
     ports = plan_ports(num_servers, base_port, flags.host)
-    return [
-        _launch(flags, index, ports[index], devices[index * flags.tensor_parallel_size :][: flags.tensor_parallel_size])
-        for index in range(num_servers)
-    ]
+    size = flags.tensor_parallel_size
+    own = [devices[index * size :][:size] for index in range(num_servers)]
+    seen = [[*mine, *(name for name in visible if name not in mine)] if mine else [] for mine in own]
+    return [_launch(flags, index, ports[index], seen[index]) for index in range(num_servers)]
 
 
 def plan_ports(num_servers: int, base_port: int, host: str = "127.0.0.1") -> list[tuple[int, int]]:
@@ -138,11 +149,30 @@ def _launch(flags: ServerFlags, index: int, ports: tuple[int, int], devices: Seq
         command += ["--cuda-graph-max-bs-decode", str(flags.cuda_graph_max_bs)]
     if not flags.prefill_cuda_graph or flags.cuda_graph_max_bs == 0:
         command.append("--disable-prefill-cuda-graph")  # capturing them took 75 s for a model of 135M
+    if flags.fp32_logits and flags.dtype != "float32":
+        command += FP32_LOGITS_FLAGS
     if flags.memory_saver:
         command.append("--enable-memory-saver")
     environment = {**ENVIRONMENT, **flags.environment}
+    if flags.memory_saver and (runtime := cuda_runtime(_nvidia_packages())):
+        paths = [str(runtime), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+        environment.setdefault("LD_LIBRARY_PATH", os.pathsep.join(paths))
     if devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     if flags.external_model_package:
         environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = flags.external_model_package
     return Launch(index, f"http://{flags.host}:{port}", (*command, *flags.extra_args), environment)
+
+
+def cuda_runtime(packages: Iterable[Path]) -> Path | None:
+    """Where pip has put libcudart. torch finds it there by itself; the memory saver's library, which is preloaded,
+    does not, and is then left out with a line on stderr and no other sign: memory would never be released."""
+    for folder in packages:
+        for found in sorted(folder.glob("*/lib/libcudart.so.*"), reverse=True):
+            return found.parent
+    return None
+
+
+def _nvidia_packages() -> list[Path]:
+    found = importlib.util.find_spec("nvidia")
+    return [Path(folder) for folder in (found and found.submodule_search_locations) or ()]

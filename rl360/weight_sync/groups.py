@@ -6,8 +6,19 @@ In: an address, a size and a rank. Out: a group that `torch.distributed.broadcas
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
+
+# SGLang turns this off for itself, and two ranks of one NCCL group must agree on it, or they cannot open each other's
+# memory. NCCL reads it once in a process, so it must be set before the first group of any kind.
+NCCL_AS_IN_SGLANG = {"NCCL_CUMEM_ENABLE": "0"}
+
+
+def agree_with_engines() -> None:
+    """Before the first NCCL group of a process that will send weights. What somebody has set, engines inherit."""
+    for name, value in NCCL_AS_IN_SGLANG.items():
+        os.environ.setdefault(name, value)
 
 
 def join_group(address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> Any:
@@ -17,6 +28,7 @@ def join_group(address: str, port: int, rank: int, world_size: int, name: str, b
     """
     from torch.distributed import distributed_c10d as c10d
 
+    agree_with_engines()
     timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(c10d.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
     store.set_timeout(timeout)

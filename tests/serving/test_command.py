@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl360.errors import ConfigError, InfrastructureError
-from rl360.serving.command import SEED_STEP, ServerFlags, launches, plan_ports
+from rl360.serving.command import SEED_STEP, ServerFlags, cuda_runtime, launches, plan_ports
 
 
 def value(command: tuple[str, ...], flag: str) -> str:
@@ -66,6 +66,29 @@ def test_what_is_not_set_is_left_to_the_server() -> None:
     assert not {"--attention-backend", "--mem-fraction-static", "--cuda-graph-max-bs-decode"} & set(one.command)
     (without,) = launches(ServerFlags(Path("/m"), 100, cuda_graph_max_bs=0, prefill_cuda_graph=True), 1, 0, [])
     assert {"--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"} <= set(without.command)
+
+
+def test_a_server_computes_on_its_own_devices_and_sees_the_trainers() -> None:
+    flags = ServerFlags(Path("/m"), 100)
+    first, second = launches(flags, 2, 0, ["0", "1"], visible=["0", "1", "2"])
+    assert first.environment["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+    assert second.environment["CUDA_VISIBLE_DEVICES"] == "1,0,2"
+    (alone,) = launches(flags, 1, 0, [], visible=["0"])
+    assert "CUDA_VISIBLE_DEVICES" not in alone.environment
+
+
+def test_a_server_that_releases_memory_finds_the_cuda_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "cu13" / "lib" / "libcudart.so.13"
+    library.parent.mkdir(parents=True)
+    assert cuda_runtime([tmp_path]) is None
+    library.touch()
+    assert cuda_runtime([tmp_path / "nothing", tmp_path]) == library.parent
+    monkeypatch.setattr("rl360.serving.command._nvidia_packages", lambda: [tmp_path])
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/a:/b")
+    (one,) = launches(ServerFlags(Path("/m"), 100, memory_saver=True), 1, 0, [])
+    assert one.environment["LD_LIBRARY_PATH"] == f"{library.parent}:/a:/b"
+    (other,) = launches(ServerFlags(Path("/m"), 100), 1, 0, [])
+    assert "LD_LIBRARY_PATH" not in other.environment
 
 
 def test_too_few_devices_are_named() -> None:

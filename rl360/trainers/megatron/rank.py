@@ -164,6 +164,8 @@ class MegatronRank:
         import torch
         from torch import distributed
 
+        from rl360.weight_sync.groups import agree_with_engines
+
         # megatron-core warns, from many places, that Transformer Engine and Apex are not there.
         warnings.filterwarnings("ignore", module=r"megatron\.")
         size = self.settings.layout.world_size
@@ -171,6 +173,7 @@ class MegatronRank:
             self._store = distributed.TCPStore(
                 host, port, size, is_master=False, timeout=self._timeout, wait_for_workers=False
             )
+        agree_with_engines()
         device, dtype, backend = self._hardware()
         torch.manual_seed(self.settings.seed)
         distributed.init_process_group(

@@ -72,7 +72,8 @@ def sglang_engines(
                 "offload and onload, such as trainer=megatron"
             )
         trainer.offload()
-    plan = launches(flags, settings.num_servers, settings.base_port, server_devices(config))
+    visible = every_device() if config.rollout.sync == "ipc" else ()
+    plan = launches(flags, settings.num_servers, settings.base_port, server_devices(config), visible)
     fleet = Fleet(plan, run_dir / "logs", watch, api_key)
     stack.callback(fleet.close)
     urls = fleet.start()
@@ -131,8 +132,11 @@ def server_devices(config: RootConfig) -> list[str]:
 
 def devices(settings: SGLangConfig) -> list[str]:
     """Names for CUDA_VISIBLE_DEVICES: those of the config, else those that this process may see, else every GPU."""
-    if settings.devices:
-        return [str(number) for number in settings.devices]
+    return [str(number) for number in settings.devices] if settings.devices else every_device()
+
+
+def every_device() -> list[str]:
+    """The GPUs that this process may see, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]

@@ -251,7 +251,7 @@ async def _flush(url: str) -> None:
     import urllib.request
 
     def flush() -> None:
-        request = urllib.request.Request(f"{url}/flush_cache", data=b"{}", method="POST")
+        request = urllib.request.Request(f"{url}/flush_cache?timeout=10", data=b"{}", method="POST")
         urllib.request.urlopen(request, timeout=60).close()
 
     await asyncio.sleep(1.0)

@@ -4,8 +4,8 @@
     python benchmarks/h200/record_sglang.py --model FOLDER --extra "FLAGS" --logs DIR --out FILE    starts one itself
 
 In: a server that nobody else uses. Out: a list of {call, request, status, s, reply, situation}, in the order of the
-calls; `situation` says what went on meanwhile. The last calls leave the server unusable, which is part of the record.
-Reading from a URL needs only the standard library.
+calls; `situation` says what went on meanwhile, `used_mib` what the GPUs had in use around a change of memory. The last
+calls leave the server unusable, which is part of the record. Reading from a URL needs only the standard library.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import subprocess
 import sys
 import threading
 import time
@@ -59,20 +60,32 @@ IDLE: list[tuple[str, str, dict[str, Any] | None]] = [
     ("POST", "/init_weights_update_group", {"master_address": "127.0.0.1"}),
     ("GET", "/no_such_path", None),
 ]
+# In the order of a colocated sync. The flush waits until the scheduler is idle: a release before that ends it.
 MEMORY: list[tuple[str, str, dict[str, Any] | None]] = [
-    ("POST", "/release_memory_occupation", {"tags": ["kv_cache"]}),
+    ("POST", "/generate", {"sampling_params": GREEDY}),
+    ("POST", "/pause_generation", {"mode": "abort"}),
+    ("POST", "/flush_cache?timeout=10", {}),
+    ("POST", "/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
+    ("GET", "/health", None),
+    ("GET", "/server_info", None),
+    ("POST", "/resume_memory_occupation", {"tags": ["weights"]}),
+    ("POST", "/update_weights_from_disk", {"model_path": "MODEL", "load_format": "auto", "flush_cache": False}),
+    ("POST", "/weights_checker", {"action": "checksum"}),
+    ("POST", "/update_weight_version", {"new_version": "6", "abort_all_requests": False}),
     ("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]}),
+    ("POST", "/flush_cache?timeout=10", {}),
+    ("POST", "/continue_generation", {}),
     ("POST", "/generate", {"sampling_params": GREEDY}),
 ]
 # What the scheduler does not catch: after one of these the server may be gone.
 FATAL: list[tuple[str, str, dict[str, Any] | None]] = [
+    ("POST", "/update_weights_from_tensor", {"serialized_named_tensors": ["bm8="], "load_format": "flattened_bucket"}),
+    ("GET", "/health", None),
     (
         "POST",
         "/update_weights_from_distributed",
         {"names": ["model.norm.weight"], "dtypes": ["bfloat16"], "shapes": [[1]], "group_name": "no_such_group"},
     ),
-    ("GET", "/health", None),
-    ("POST", "/update_weights_from_tensor", {"serialized_named_tensors": ["bm8="], "load_format": "flattened_bucket"}),
     ("GET", "/health", None),
 ]
 
@@ -90,10 +103,13 @@ class Recorder:
             body = {"input_ids": PROMPT, "return_logprob": True, "stream": False, "rid": rid, **body}
         if body is not None and body.get("model_path") == "MODEL":
             body = {**body, "model_path": self._model}
+        before = used_mib() if "memory" in path else None
         began = time.monotonic()
         status, reply = send(self._url + path, method, body)
         row = {"call": f"{method} {path}", "request": shortened(body), "status": status, "situation": situation}
         row |= {"s": round(time.monotonic() - began, 3), "reply": reply}
+        if before is not None:
+            row["used_mib"] = {"before": before, "after": used_mib()}
         with self._lock:
             self._found.append(row)
 
@@ -104,7 +120,7 @@ class Recorder:
             self._paused(mode)
         self._aborted()
         for method, path, body in MEMORY:
-            self.call(method, path, body, "after a release of memory")
+            self.call(method, path, body, "memory changes hands")
         for method, path, body in FATAL:
             self.call(method, path, body, "last")
         return self._found
@@ -143,6 +159,15 @@ class Recorder:
         thread = threading.Thread(target=self.call, args=("POST", "/generate", body, situation))
         thread.start()
         return thread
+
+
+def used_mib() -> list[int] | None:
+    """MiB in use on each GPU: a memory saver that was not loaded releases nothing and says nothing."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        return [int(line) for line in subprocess.run(query, capture_output=True, check=True).stdout.split()]
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return None
 
 
 def send(url: str, method: str, body: dict[str, Any] | None) -> tuple[int, Any]:

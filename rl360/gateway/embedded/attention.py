@@ -37,7 +37,8 @@ class StepAttention:
             first_BK = (rows_B.unsqueeze(1) * num_kv_heads + heads_K) * places
             self._places = (first_BK + ends_B.unsqueeze(1) - 1).flatten()
             future_BL = torch.arange(self._longest, device=device) >= ends_B.unsqueeze(1)
-            self._mask_B11L = torch.zeros(future_BL.shape, device=device, dtype=layers[0].dtype)
+            mask_dtype = torch.promote_types(layers[0].dtype, torch.float32)
+            self._mask_B11L = torch.zeros(future_BL.shape, device=device, dtype=mask_dtype)
             self._mask_B11L = self._mask_B11L.masked_fill_(future_BL, -torch.inf)[:, None, None]
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
@@ -68,11 +69,21 @@ class StepAttention:
         pairs = batch * num_kv_heads
         keys = keys_RKWD.view(rows * num_kv_heads, places, width)[:pairs, : self._longest]
         values = values_RKWD.view(rows * num_kv_heads, places, width)[:pairs, : self._longest]
-        queries = (q_BHD * width**-0.5).reshape(pairs, group, width)
-        scores = torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2)
+        scores = _scores(keys, q_BHD.reshape(pairs, group, width))
         scores = scores.reshape(batch, num_kv_heads, group, self._longest).add_(self._mask_B11L)
-        weights = torch.softmax(scores, dim=-1).view(pairs, group, self._longest)
+        weights = torch.softmax(scores, dim=-1).view(pairs, group, self._longest).to(values.dtype)
         return torch.bmm(weights, values).view(batch, num_heads, width)
+
+
+def _scores(keys_PLD: Tensor, queries_PGD: Tensor) -> Tensor:
+    """Scaled scores [P, G, L] of P pairs of row and key head; fp32 for a narrower dtype, as flash attention has them.
+
+    In bf16 a score of 8 is off by up to 0.03 and its weight by 3 %, which doubles the error of the output.
+    """
+    scale = queries_PGD.shape[-1] ** -0.5
+    if keys_PLD.dtype.itemsize < torch.float32.itemsize:
+        return torch.bmm(keys_PLD.float(), queries_PGD.float().transpose(1, 2)).transpose(1, 2) * scale
+    return torch.bmm(keys_PLD, (queries_PGD * scale).transpose(1, 2)).transpose(1, 2)
 
 
 def _prefill(q_NHD: Tensor, keys_KLD: Tensor, values_KLD: Tensor) -> Tensor:

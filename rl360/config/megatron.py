@@ -51,18 +51,21 @@ def megatron_problems(config: RootConfig) -> Iterator[str]:
 
 
 def _shared_gpus(config: RootConfig, trainer: MegatronTrainerConfig) -> Iterator[str]:
-    """On one machine ranks take its first GPUs; servers beside them get those behind, or take turns."""
+    """On one machine ranks take its first GPUs; servers beside them get those behind, take turns, or share a GPU for
+    good: told to (devices) and told how much of its memory is theirs."""
     if config.rollout.engine != "sglang" or config.cluster._target_ != ClusterConfig._target_:
         return
     sglang = config.rollout.sglang
     if sglang.colocated or trainer.rank_target != MegatronTrainerConfig.rank_target:
         return
     needed = sglang.num_servers * sglang.tensor_parallel_size
-    if both := [number for number in sglang.devices[:needed] if number < trainer.num_gpus]:
+    both = [number for number in sglang.devices[:needed] if number < trainer.num_gpus]
+    if both and (sglang.mem_fraction_static is None or config.rollout.sync == "nccl"):
         others = list(range(trainer.num_gpus, trainer.num_gpus + needed))
         yield (
             f"rollout.sglang.devices: GPU {', '.join(map(str, both))} of the servers would be the trainer's too "
-            f"(trainer.num_gpus {trainer.num_gpus}); expected others, such as {others}, or rollout.sglang.colocated"
+            f"(trainer.num_gpus {trainer.num_gpus}); expected others, such as {others}, or rollout.sglang.colocated, or "
+            "a rollout.sglang.mem_fraction_static that leaves the trainer its memory, and rollout.sync=ipc or disk"
         )
 
 

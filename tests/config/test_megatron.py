@@ -159,6 +159,14 @@ def megatron(typed):
     return make
 
 
+ON_THE_TRAINERS_GPU = {"rollout.sglang.devices": [0], "rollout.sglang.mem_fraction_static": 0.3}
+
+
+def test_a_server_with_a_share_of_the_memory_may_be_on_a_trainers_gpu(megatron):
+    engines = {"rollout.engine": "sglang", "rollout.engine_urls": [], "rollout.sync": "ipc"}
+    assert combination_problems(megatron(**engines, **ON_THE_TRAINERS_GPU)) == []
+
+
 def test_the_defaults_have_no_problem(megatron):
     assert combination_problems(megatron()) == []
     assert (
@@ -177,6 +185,10 @@ def test_the_defaults_have_no_problem(megatron):
             {"rollout.engine": "sglang", "rollout.engine_urls": [], "rollout.sglang.devices": [0]},
             "rollout.sglang.devices: GPU 0 of the servers would be the trainer's too (trainer.num_gpus 8); expected "
             "others, such as [8]",
+        ),
+        (
+            {"rollout.engine": "sglang", "rollout.engine_urls": [], "rollout.sync": "nccl", **ON_THE_TRAINERS_GPU},
+            "rollout.sglang.devices: GPU 0 of the servers would be the trainer's too (trainer.num_gpus 8); expected ",
         ),
         ({"trainer.tensor_parallel_size": 3}, "trainer.num_gpus: 8 is no multiple of tensor 3"),
         ({"trainer.tensor_parallel_size": 0}, "trainer.tensor_parallel_size: 0; expected at least 1"),

@@ -64,8 +64,8 @@ def _shared_gpus(config: RootConfig, trainer: MegatronTrainerConfig) -> Iterator
         others = list(range(trainer.num_gpus, trainer.num_gpus + needed))
         yield (
             f"rollout.sglang.devices: GPU {', '.join(map(str, both))} of the servers would be the trainer's too "
-            f"(trainer.num_gpus {trainer.num_gpus}); expected others, such as {others}, or rollout.sglang.colocated, or "
-            "a rollout.sglang.mem_fraction_static that leaves the trainer its memory, and rollout.sync=ipc or disk"
+            f"(trainer.num_gpus {trainer.num_gpus}); expected others, such as {others}, or rollout.sglang.colocated, "
+            "or a rollout.sglang.mem_fraction_static that leaves the trainer its memory, and rollout.sync=ipc or disk"
         )
 
 

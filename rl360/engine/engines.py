@@ -126,6 +126,8 @@ def server_devices(config: RootConfig) -> list[str]:
     problem = f"the trainer takes {taken} of {len(found)} GPUs, and {needed} are needed for servers"
     if isinstance(trainer, MegatronTrainerConfig):
         raise ConfigError(f"rollout.sglang: {problem}; try fewer servers, or rollout.sglang.colocated=true")
+    if config.rollout.sync == "nccl":
+        raise ConfigError(f"rollout.sync: nccl, and {problem}: two ranks of one group cannot share a GPU; try ipc")
     log.warning("%s: they share GPUs and keep all their memory", problem)
     return found
 

@@ -33,6 +33,13 @@ def test_devices(visible, megatron_gpus, sglang, expected, monkeypatch):
     assert server_devices(config(visible, monkeypatch, megatron_gpus, **sglang)) == expected
 
 
+def test_no_group_spans_a_gpu_twice(monkeypatch):
+    shared = config("0", monkeypatch)
+    shared.rollout.sync = "nccl"
+    with pytest.raises(ConfigError, match=r"nccl, and the trainer takes 1 of 1 GPUs.*cannot share a GPU; try ipc"):
+        server_devices(shared)
+
+
 def test_megatron_ranks_share_with_nobody(monkeypatch):
     with pytest.raises(ConfigError, match=r"takes 2 of 3 GPUs, and 2 are needed.*colocated"):
         server_devices(config("0,1,2", monkeypatch, 2, num_servers=2))

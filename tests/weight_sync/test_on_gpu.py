@@ -1,0 +1,85 @@
+"""CUDA handles of buckets in another process, read there by SGLang's own code (which must be installed), no server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rl360.trainers.offload import Offloader
+from rl360.weight_sync.buckets import tensor_hash
+from rl360.weight_sync.sources import TensorSource
+
+# What a scheduler does with /update_weights_from_tensor, and with /weights_checker afterwards.
+READER = """
+import json, sys
+import torch
+from sglang.srt.managers.mm_utils import tensor_hash
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+class Model:
+    def load_weights(self, named):
+        self.held = {name: tensor.to("cuda:0", copy=True) for name, tensor in named}
+
+model = Model()
+updater = WeightUpdater(
+    tp_rank=0, device="cuda", gpu_id=0, model_config=None, custom_weight_loaders={}, get_model=lambda: model,
+    update_model_fields=None, recapture_cuda_graph=None, get_model_runner=None,
+)
+for line in sys.stdin:
+    monkey_patch_torch_reductions()
+    done, message = updater.update_weights_from_tensor(
+        MultiprocessingSerializer.deserialize(json.loads(line)), load_format="flattened_bucket"
+    )
+    assert done, message
+    print("HELD", json.dumps({name: f"{tensor_hash(held):016x}" for name, held in model.held.items()}), flush=True)
+"""
+
+
+@pytest.mark.gpu
+def test_sglang_opens_our_handles_and_hashes_as_we_do() -> None:
+    pytest.importorskip("sglang")
+    before = torch.cuda.memory_allocated()
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = {"a": (3, 5), "b": (1000, 513), "c": (7,), "d": (4096, 4096)}
+    weights = {
+        name: torch.randn(shape, generator=generator, device="cuda").bfloat16() for name, shape in shapes.items()
+    }
+    source = TensorSource(weights.items)
+    # Its devices in another order, where there are several: a handle names the GPU, not its number.
+    visible = ",".join(str(number) for number in reversed(range(torch.cuda.device_count())))
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
+    )
+    assert reader.stdin is not None
+    assert reader.stdout is not None
+    found: dict[str, str] = {}
+    try:
+        for _ in range(2):  # the second time over memory that was lent before
+            source.begin(2**22, "bfloat16")
+            while (spec := source.prepare()) is not None:
+                (handle,) = source.export(spec.index, 1)
+                reader.stdin.write(json.dumps(handle) + "\n")
+                reader.stdin.flush()
+                held = next(line for line in reader.stdout if line.startswith("HELD"))  # imports may say something
+                found.update(json.loads(held.removeprefix("HELD")))
+                source.release(spec.index)
+            assert found == source.expectation().hashes == {name: tensor_hash(w) for name, w in weights.items()}
+            weights["c"] += 1  # in place, as an optimizer does
+        Offloader().offload(weights.values(), drop=[])
+        assert torch.cuda.memory_allocated() <= before  # nothing that was lent is kept
+        assert torch.cuda.memory_reserved() < before + 2**24
+    finally:
+        reader.stdin.close()
+        reader.wait(timeout=60)
+    assert reader.returncode == 0

@@ -29,8 +29,9 @@ else
         rollout.sglang.grammar_backend=none)
 fi
 pids=() background=()
+program=(python3 -m rl360.cli run)
 
-# begin NAME CORES [key=value ...]: a run in $work/NAME, its output in $work/NAME.log.
+# begin NAME CORES [key=value ...]: a run of `program` in $work/NAME, its output in $work/NAME.log.
 begin() {
     local name=$1 cores=$2 left=$((deadline - SECONDS))
     shift 2
@@ -38,7 +39,7 @@ begin() {
     [ "$left" -gt 0 ] || { echo "$name: not started, the time is over"; return 0; }
     # To the driver alone: it ends its servers, ranks and workers itself.
     taskset -c "$cores" timeout --foreground --signal=TERM --kill-after=20 "$left" \
-        python3 -m rl360.cli run "$@" output_dir="$work/$name" > "$work/$name.log" 2>&1 &
+        "${program[@]}" "$@" output_dir="$work/$name" > "$work/$name.log" 2>&1 &
     pids+=($!)
     echo "$(date +%T) $name on cores $cores, at most $left s"
 }

@@ -1,6 +1,6 @@
 """An HF folder of a shape without weights: config.json for random weights, and the tokenizer of another model.
 
-python benchmarks/h200/shapes.py qwen3_8b TOKENIZER_FOLDER FOLDER
+python benchmarks/h200/shapes.py qwen3_8b TOKENIZER_FOLDER FOLDER [LAYERS]
 """
 
 from __future__ import annotations
@@ -35,13 +35,24 @@ SHAPES = {
         "vocab_size": 151936,
     },
 }
+# As wide as a test can compute; the vocabulary stays, which is larger than the tokenizer's.
+SHAPES["qwen3_narrow"] = SHAPES["qwen3_8b"] | {
+    "head_dim": 16,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "torch_dtype": "float32",
+}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-def main(name: str, tokenizer: str, folder: str) -> None:
+def main(name: str, tokenizer: str, folder: str, layers: str | None = None) -> None:
+    shape = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": int(layers)})
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").write_text(json.dumps(SHAPES[name], indent=1) + "\n")
+    (target / "config.json").write_text(json.dumps(shape, indent=1) + "\n")
     for file in TOKENIZER_FILES:
         if (Path(tokenizer) / file).is_file():
             shutil.copyfile(Path(tokenizer) / file, target / file)

@@ -155,7 +155,9 @@ def _fleet(arguments: argparse.Namespace, model: Path, servers: int, load_format
         extra_args=tuple(shlex.split(arguments.extra)),
     )
     logs = arguments.work / ("logs" if load_format else "logs-cold")
-    return Fleet(launches(flags, servers, 0, arguments.device), logs, WatchSettings(health_interval_s=3600.0))
+    visible = [arguments.trainer_device] if arguments.sync == "ipc" and arguments.trainer_device != "cpu" else []
+    plan = launches(flags, servers, 0, arguments.device, visible)
+    return Fleet(plan, logs, WatchSettings(health_interval_s=3600.0))
 
 
 def _transport(arguments: argparse.Namespace, device: str) -> Any:

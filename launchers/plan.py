@@ -46,6 +46,7 @@ class Plan:
     disk_bytes: Mapping[str, int]
     gpu_memory_bytes: tuple[Mapping[str, int], ...]  # of each pipeline stage; empty without a forecast for GPUs
     gpu_memory_lines: tuple[str, ...]
+    server_memory: Mapping[str, Any]  # of SGLang servers: bytes of a GPU, tokens of the KV cache; empty without any
     machine: Mapping[str, int]
     warnings: tuple[str, ...] = ()
 
@@ -103,7 +104,8 @@ def make_plan(config: RootConfig, found: Found, run_dir: Path, roles: tuple[Role
         memory_bytes=dict(found.forecast.memory) if found.forecast else {},
         disk_bytes=dict(found.forecast.disk) if found.forecast else {},
         gpu_memory_bytes=tuple(found.gpu.to_dict()) if found.gpu else (),
-        gpu_memory_lines=tuple(found.gpu.lines()) if found.gpu else (),
+        gpu_memory_lines=tuple(line for table in (found.gpu, found.servers) if table for line in table.lines()),
+        server_memory=found.servers.to_dict() if found.servers else {},
         machine={"memory_total": found.memory.total if found.memory else 0, "disk_free": found.free_disk or 0},
         warnings=tuple(found.warnings),
     )

@@ -278,8 +278,10 @@ def _show_plan(examined: Examined, folder: Path | None) -> int:
 def _show_forecasts(points: Iterable[Examined]) -> None:
     """The GPUs' forecast stands also where the plan does not: a login node has no GPU, and perhaps no weights."""
     for examined in points:
-        if examined.found.gpu is not None:
-            print("\n".join([*examined.found.gpu.lines(), *(f"warning: {text}" for text in examined.found.warnings)]))
+        found = examined.found
+        lines = [line for table in (found.gpu, found.servers) if table is not None for line in table.lines()]
+        if lines:
+            print("\n".join([*lines, *(f"warning: {text}" for text in found.warnings)]))
 
 
 def _launcher(examined: Examined):  # type: ignore[no-untyped-def]  # launchers import rl360, never the reverse

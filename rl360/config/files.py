@@ -7,6 +7,7 @@ written but a probe folder that is removed at once.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl360.config.forecast import GIB, MIB, Forecast, ModelShape, forecast
+from rl360.config.forecast_engine import DRIVER_BYTES, is_sglang
+from rl360.config.forecast_sharing import ServingForecast
+from rl360.config.forecast_trainer import trainer_gpus
 from rl360.config.gateway import gateway_machine_problems
 from rl360.config.gpu_memory import GpuForecast, gpu_forecast
 from rl360.config.schemas import ClusterConfig, MegatronTrainerConfig, ModelConfig, RootConfig, TasksConfig
+from rl360.config.serving_machine import look_at_servers, with_servers
 from rl360.diagnostics.machine import Gpu, Memory, free_disk_bytes, gpus, memory, write_problem
 from rl360.errors import ConfigError, TaskError
 from rl360.types import Task
@@ -39,6 +44,7 @@ class Found:
     shape: ModelShape | None = None
     forecast: Forecast | None = None
     gpu: GpuForecast | None = None  # of a trainer that spreads over GPUs
+    servers: ServingForecast | None = None  # of SGLang servers that the run starts
     memory: Memory | None = None
     free_disk: int | None = None
     problems: list[str] = field(default_factory=list)
@@ -104,24 +110,46 @@ def _expected_shape(config: RootConfig, found: Found) -> None:
 
 
 def _gpus(config: RootConfig, found: Found) -> None:
-    """Whether a Megatron layout divides the model, fits the cards, and whether this machine has them."""
+    """Whether layouts of a Megatron trainer and of servers divide the model, fit the cards, and these are there."""
+    ranks = isinstance(config.trainer, MegatronTrainerConfig)
+    real_ranks = ranks and trainer_gpus(config) > 0
+    here = config.cluster._target_ == ClusterConfig._target_ and (real_ranks or is_sglang(config))
+    cards = gpus() if here else []
+    known_gib = config.cluster.gpu_memory_gib
+    capacity = min((card.memory_mib * MIB - DRIVER_BYTES for card in cards), default=None)
+    if known_gib is not None:
+        capacity = int(known_gib * GIB)
+    if ranks:
+        _ranks(config, found, cards if here and real_ranks else None, capacity)
+    if is_sglang(config):
+        trainer_fits = found.gpu is None or found.gpu.fits
+        looked = look_at_servers(config, found.shape, capacity, _visible(len(cards)) if here else None, trainer_fits)
+        found.servers = looked.forecast
+        found.problems.extend(problem for problem in looked.problems if problem not in found.problems)
+        found.warnings.extend(looked.warnings)
+        if found.forecast is not None and found.servers is not None:
+            found.forecast = with_servers(found.forecast, found.servers)
+
+
+def _visible(num_cards: int) -> int:
+    """Of the machine's cards those that CUDA_VISIBLE_DEVICES leaves to this process."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return num_cards if names is None else min(num_cards, sum(bool(name.strip()) for name in names.split(",")))
+
+
+def _ranks(config: RootConfig, found: Found, cards: Sequence[Gpu] | None, capacity: int | None) -> None:
+    """Of Megatron's ranks. cards: this machine's; None: the ranks run elsewhere, or need none."""
     trainer = config.trainer
-    if not isinstance(trainer, MegatronTrainerConfig):
-        return
-    cards: list[Gpu] = []
-    if config.cluster._target_ == ClusterConfig._target_ and trainer.rank_target == MegatronTrainerConfig.rank_target:
-        cards = gpus()
-        if len(cards) < trainer.num_gpus:
-            found.problems.append(
-                f"trainer.num_gpus: {trainer.num_gpus}, and this machine has {len(cards) or 'no'} CUDA GPU"
-                f"{'' if len(cards) == 1 else 's'}; Megatron's ranks need one each; try trainer=torch or a cluster"
-            )
+    assert isinstance(trainer, MegatronTrainerConfig)
+    if cards is not None and len(cards) < trainer.num_gpus:
+        found.problems.append(
+            f"trainer.num_gpus: {trainer.num_gpus}, and this machine has {len(cards) or 'no'} CUDA GPU"
+            f"{'' if len(cards) == 1 else 's'}; Megatron's ranks need one each; try trainer=torch or a cluster"
+        )
     if found.shape is None:
         return
-    known_gib = config.cluster.gpu_memory_gib
-    smallest = min((card.memory_mib * MIB for card in cards), default=None)
     try:
-        found.gpu = gpu_forecast(config, found.shape, smallest if known_gib is None else int(known_gib * GIB))
+        found.gpu = gpu_forecast(config, found.shape, capacity)
     except ConfigError as error:
         found.problems.extend(error.problems)
         return
@@ -262,7 +290,7 @@ def _room(config: RootConfig, found: Found) -> None:
     if need > found.memory.total:
         found.problems.append(
             f"memory: {gib(need)} needed ({_largest(found.forecast.memory)}), the machine has "
-            f"{gib(found.memory.total)}; try a smaller model, trainer.max_tokens_per_gpu or rollout.kv_cache_gib"
+            f"{gib(found.memory.total)}; try {_smaller(config)}"
         )
     elif need > found.memory.available:
         found.warnings.append(f"memory: {gib(need)} needed, {gib(found.memory.available)} free at the moment")
@@ -271,6 +299,13 @@ def _room(config: RootConfig, found: Found) -> None:
             f"disk: {gib(found.forecast.disk_bytes)} needed ({_largest(found.forecast.disk)}), "
             f"{gib(found.free_disk)} free; try another paths.outputs or a smaller checkpoint.keep_last"
         )
+
+
+def _smaller(config: RootConfig) -> str:
+    """What to turn where the machine's memory is not enough."""
+    if config.rollout.sglang.colocated:
+        return "GPUs of their own for trainer and servers (rollout.sglang.colocated=false), or a smaller model"
+    return "a smaller model, trainer.max_tokens_per_gpu or rollout.kv_cache_gib"
 
 
 def gib(count: int) -> str:

@@ -42,6 +42,7 @@ class ModelShape:
     tie_word_embeddings: bool
     qk_norm: bool = False
     norm_groups: int = 1
+    max_positions: int | None = None  # that config.json gives, where nothing scales them
 
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> ModelShape:
@@ -58,6 +59,7 @@ class ModelShape:
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             qk_norm=config.get("model_type") == "qwen3",
             norm_groups=int(config.get("layernorm_num_groups") or 1),
+            max_positions=_positions(config),
         )
 
     @property
@@ -72,6 +74,12 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * FP32_BYTES
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    positions = config.get("max_position_embeddings")
+    ropes = [config.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
+    return None if positions is None or any("factor" in rope for rope in ropes) else int(positions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,7 @@ def test_cards_that_are_missing_are_said(looked):
 
 def test_the_forecast_needs_no_weights_and_reads_the_cards_memory(looked):
     found = looked(8)
-    assert found.gpu.capacity == 143771 * 2**20
+    assert found.gpu.capacity == (143771 - 616) * 2**20  # the driver keeps some
     assert not found.gpu.assumed
     (stage,) = found.gpu.stages
     assert stage.num_parameters == 4_499_738_624

@@ -1,26 +1,35 @@
 #!/usr/bin/env bash
 # One H200: SGLang alone against the same requests through the session proxy, and through proxy and SMG; what a real server
-# answers to every call that RL360 makes. (The engine's contract tests on a real server: lookahead.sh.)
+# answers to every call that RL360 makes. (The engine's contract tests on a real server: contract.sh.)
 #
-#   bash benchmarks/h200/fleet.sh [SESSIONS]       results under $OUT
+#   bash benchmarks/h200/fleet.sh [PART ...]       results under $OUT; parts, all of them when none is named:
+#     record   the recording that tests/serving replays
+#     8b       throughput with Qwen3-8B's shapes, 256 sessions
+#     135m     the same with SmolLM2-135M, where the CPU is the limit
 source "$(dirname "$0")/unpack.sh"
-sessions=${1:-256}
+if [ $# -gt 0 ]; then parts=("$@"); else parts=(record 8b 135m); fi
 out=${OUT:?a folder for results}
+sessions=${RL360_SESSIONS:-256}
 work=/tmp/rl360/fleet
 mkdir -p "$work"
+small=$RL360_MODELS/smollm2_135m
 backends="--attention-backend triton --sampling-backend pytorch --grammar-backend none"
-python3 benchmarks/h200/shapes.py qwen3_8b "$RL360_MODELS/smollm2_135m" "$work/qwen3_8b"
+# Graphs of a few sizes: capturing one takes seconds, and nearly all steps have all sessions in them.
+graphs="--cuda-graph-bs-decode 16 64 128 192 $sessions"
+measure=(python3 benchmarks/serving_throughput.py --sessions "$sessions" --requests $((4 * sessions)) --rounds 2)
 status=0
-python3 benchmarks/h200/record_sglang.py --model "$RL360_MODELS/smollm2_135m" --extra "$backends --mem-fraction-static 0.3" \
-    --out "$out/sglang-recording.json" --logs "$work/record" || status=$?
-python3 benchmarks/serving_throughput.py --model "$work/qwen3_8b" --load-format dummy --sessions "$sessions" \
-    --requests $((4 * sessions)) --extra "$backends --mem-fraction-static 0.8 --disable-prefill-cuda-graph \
-    --cuda-graph-max-bs-decode $sessions" --logs "$work/8b" --out "$out/throughput-8b.json" || status=$?
-python3 benchmarks/serving_throughput.py --model "$RL360_MODELS/smollm2_135m" --sessions "$sessions" \
-    --requests $((4 * sessions)) --extra "$backends --mem-fraction-static 0.5 --cuda-graph-max-bs-decode $sessions" \
-    --context-length 2048 --logs "$work/135m" --out "$out/throughput-135m.json" || status=$?
-for logs in record 8b 135m; do
-    mkdir -p "$out/logs-$logs"
-    for file in "$work/$logs"/*.log; do tail -c 200000 "$file" > "$out/logs-$logs/$(basename "$file")" || true; done
+for part in "${parts[@]}"; do
+    case $part in
+        record) python3 benchmarks/h200/record_sglang.py --model "$small" --extra "$backends --mem-fraction-static 0.3" \
+            --out "$out/sglang-recording.json" --logs "$work/record" || status=$? ;;
+        8b) python3 benchmarks/h200/shapes.py qwen3_8b "$small" "$work/qwen3_8b"
+            "${measure[@]}" --model "$work/qwen3_8b" --load-format dummy --extra "$backends $graphs --mem-fraction-static 0.8" \
+                --logs "$work/8b" --out "$out/throughput-8b.json" || status=$? ;;
+        135m) "${measure[@]}" --model "$small" --context-length 2048 --extra "$backends $graphs --mem-fraction-static 0.5" \
+            --logs "$work/135m" --out "$out/throughput-135m.json" || status=$? ;;
+        *) echo "fleet.sh: $part is no part; expected record, 8b, 135m" && exit 1 ;;
+    esac
+    mkdir -p "$out/logs-$part"
+    for file in "$work/$part"/*.log; do tail -c 200000 "$file" > "$out/logs-$part/$(basename "$file")" || true; done
 done
 exit $status

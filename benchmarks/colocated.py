@@ -2,9 +2,9 @@
 
     python benchmarks/colocated.py --out FILE.json key=value ... output_dir=FOLDER
 
-In: the arguments of `rl360 run`. Out: a JSON with the phases (a list of seconds and the peak of what `nvidia-smi` said is
-used of the fullest GPU), each iteration's numbers, how the run ended, and what its logs say of memory; the exit code is
-the run's. For models whose checkpoint is larger than the disk: none is written, and the machine is not asked whether
+In: the arguments of `rl360 run`. Out: a JSON with the phases (a list of seconds and the peak of what `nvidia-smi` said
+is used of the fullest GPU), each iteration's numbers, how the run ended, and what its logs say of memory; the exit code
+is the run's. For models whose checkpoint is larger than the disk: none is written, and the machine is not asked whether
 one would fit.
 
 A phase is a call that is watched from outside; what is in none is the rollout. Calls contain others: an instant counts

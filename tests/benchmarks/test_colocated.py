@@ -41,11 +41,11 @@ def test_calls_are_watched_also_when_they_fail():
 
 def test_samples_come_from_a_command():
     watch = Watch()
-    with watch.sample([sys.executable, "-u", "-c", "print(7); print('N/A'); print(' 81559 ')"]) as process:
-        process.wait()
+    process = watch.sample([sys.executable, "-u", "-c", "print(7); print('N/A'); print(' 81559 ')"])
     deadline = time.monotonic() + 10
     while len(watch.samples) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
+    process.wait()
     assert [mib for _, mib in watch.samples] == [7.0, 81559.0]
 
 

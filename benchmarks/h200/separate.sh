@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Two H200 of one host, three loops over the same samples, one after the other:
+#     colocated   synchronous: Megatron with data parallel 2 and two servers take turns on both GPUs, weights by CUDA IPC
+#     onpolicy    trainer on one GPU, a server on the other, weights by NCCL, max_staleness 0
+#     ahead       the same with rollouts that run ahead of the trainer (asynchronous)
+# and whether `rl360 simulate`, which has seen `onpolicy` alone, predicts the iteration of `ahead` within 15 %.
+#
+#   bash benchmarks/h200/separate.sh [ITERATIONS] [MAX_STALENESS]    results under $OUT: separate.md, .json, separate.tgz
+#
+# Attempts of up to three turns (write, look at the public examples, repair), whose lengths differ: a synchronous loop waits
+# for the longest of each iteration. All three use the algorithm for stale samples, which does nothing to fresh ones.
+source "$(dirname "$0")/runs.sh"
+iterations=${1:-12}
+staleness=${2:-1}
+common=(experiment=repair_turns algorithm=grpo_async "iterations=$iterations" tasks=small_coding_repair
+    'tasks.include=[]' tasks_per_iteration=16 group_size=8 rollout.max_new_tokens=96 rollout.max_context_tokens=1024
+    rollout.concurrency=128 rollout.num_workers=8 'logger=[jsonl,console]' checkpoint.every=0 checkpoint.hf=false
+    rollout=sglang "${serving[@]}" rollout.sglang.max_running_requests=128)
+together=(rollout.sync=ipc rollout.sglang.colocated=true)
+apart=(rollout.sync=nccl)
+if $dry; then
+    common+=(trainer=torch trainer.device=cpu trainer.num_threads=1 model=tiny "model.path=$tiny" algorithm.filter=none
+        tasks_per_iteration=3 group_size=2 rollout.max_new_tokens=12 rollout.num_workers=1 rollout.concurrency=6
+        rollout.sglang.max_running_requests=6)
+else
+    common+=(trainer=megatron trainer.compile=false trainer.max_tokens_per_gpu=16384 trainer.logprob_chunk_tokens=1024
+        rollout.sglang.mem_fraction_static=0.5
+        'rollout.sglang.extra_args=[--max-total-tokens,"262144",--cuda-graph-bs-decode,"8","32","64","128",--sleep-on-idle]')
+    together+=(trainer.num_gpus=2 rollout.sglang.num_servers=2)
+    apart+=(trainer.num_gpus=1 rollout.sglang.num_servers=1)
+fi
+cores=0-$(($(nproc --all) - 1))
+sample_gpus "$out/gpus.csv"
+# The pair that the prediction needs comes first, in case that the time ends.
+begin onpolicy "$cores" "${common[@]}" "${apart[@]}" rollout.max_staleness=0
+finish
+begin ahead "$cores" "${common[@]}" "${apart[@]}" "rollout.max_staleness=$staleness"
+finish
+begin colocated "$cores" "${common[@]}" "${together[@]}" rollout.max_staleness=0
+finish
+names=(colocated onpolicy ahead)
+recounts "${names[@]}"
+pack "$out/separate.tgz" "${names[@]}"
+python3 benchmarks/loops.py --out "$out/separate" --predict "$work/onpolicy" "$work/ahead" \
+    "$work/colocated" "$work/onpolicy" "$work/ahead"

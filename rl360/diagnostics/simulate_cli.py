@@ -79,21 +79,23 @@ class RecordedRun:
         return cls(groups, statistics.median(rates), rows, config)
 
     def setup(self) -> Setup:
-        """The loop's numbers and the medians of its times. Publishing counts whole as a stall."""
+        """The loop's numbers and the medians of its times. Publishing is a stall as far as the run says, else whole."""
         publish_s = self._median("time/publish_s")
         rollout = self.config["rollout"]
+        servers = rollout.get("sglang") or {}
+        started = int(servers.get("num_servers", 1)) if rollout["engine"] == "sglang" else 1
         return Setup(
             iterations=len(self.rows),
             tasks_per_iteration=self.config["tasks_per_iteration"],
             group_size=self.config["group_size"],
             max_staleness=rollout["max_staleness"],
             concurrency=rollout["concurrency"],
-            engines=max(len(rollout.get("engine_urls") or ()), 1),
+            engines=len(rollout.get("engine_urls") or ()) or started,
             request_tokens_per_s=self.request_tokens_per_s,
             train_s=self._median("time/train_s"),
             publish_s=publish_s,
-            stall_s=publish_s,
-            colocated=rollout["engine"] == "embedded",
+            stall_s=min(publish_s, self._median("time/sync_stall_s") or publish_s),
+            colocated=rollout["engine"] == "embedded" or bool(servers.get("colocated")),
         )
 
     @property

@@ -58,6 +58,22 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
     assert not setup.colocated
 
 
+def test_servers_that_the_run_started_are_counted_and_their_stall_is_what_it_says(tmp_path):
+    folder = make_run(tmp_path / "run")
+    rows = [
+        json.loads(line) | {"time/sync_stall_s": 0.1} for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for colocated in ("false", "true"):
+        (folder / "resolved.yaml").write_text(
+            "tasks_per_iteration: 1\ngroup_size: 2\nrollout: {engine: sglang, engine_urls: [], max_staleness: 0, "
+            f"concurrency: 64, sglang: {{num_servers: 3, colocated: {colocated}}}}}\n"
+        )
+        setup = RecordedRun.read(folder).setup()
+        assert (setup.engines, setup.publish_s, setup.stall_s) == (3, 0.25, 0.1)
+        assert setup.colocated == (colocated == "true")
+
+
 def test_the_table_and_the_runs_own_step(tmp_path):
     lines = []
     folder = make_run(tmp_path / "run")

@@ -128,6 +128,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--recompute", default="none", choices=["none", "core_attn", "full"])
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--transformer-engine", action="store_true", help="layers of Transformer Engine's modules")
     parser.add_argument("--logprob-chunk", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
@@ -159,6 +160,7 @@ def measured_steps(shape: DecoderConfig, args: argparse.Namespace, folder: Path,
         pipeline_parallel_size=args.pipeline_parallel,
         recompute=args.recompute,
         compile=not args.no_compile,
+        transformer_engine=args.transformer_engine,
         rank_target=f"{Path(__file__).stem}:{rank_class(args)}",
         model_dir=folder,
         random_init_seed=0,

@@ -20,6 +20,7 @@ from rl360.config.forecast_sharing import ServingForecast
 from rl360.config.forecast_trainer import trainer_gpus
 from rl360.config.gateway import gateway_machine_problems
 from rl360.config.gpu_memory import GpuForecast, gpu_forecast
+from rl360.config.megatron import megatron_machine_problems
 from rl360.config.schemas import ClusterConfig, MegatronTrainerConfig, ModelConfig, RootConfig, TasksConfig
 from rl360.config.serving_machine import look_at_servers, with_servers
 from rl360.diagnostics.machine import Gpu, Memory, free_disk_bytes, gpus, memory, write_problem
@@ -71,6 +72,7 @@ def look(config: RootConfig, run_dir: Path | None = None, resuming: bool = False
     _output(config, found, run_dir, resuming)
     _sandbox(config, found)
     found.problems.extend(gateway_machine_problems(config))
+    found.problems.extend(megatron_machine_problems(config))
     _room(config, found)
     return found
 

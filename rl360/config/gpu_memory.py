@@ -36,6 +36,7 @@ class Setup:
     recompute: str
     compiled: bool
     reference: bool
+    transformer_engine: bool = False
 
     @classmethod
     def of(cls, config: RootConfig, model: ModelShape) -> Setup:
@@ -51,6 +52,7 @@ class Setup:
             recompute=trainer.recompute,
             compiled=trainer.compile,
             reference=config.algorithm.kl_coef > 0,
+            transformer_engine=trainer.transformer_engine,
         )
 
     @property
@@ -60,7 +62,14 @@ class Setup:
 
     @property
     def work(self) -> Work:
-        return Work(self.tokens, self.chunk, self.recompute, self.compiled, reference=self.reference)
+        return Work(
+            self.tokens,
+            self.chunk,
+            self.recompute,
+            self.compiled,
+            reference=self.reference,
+            transformer_engine=self.transformer_engine,
+        )
 
     def stages(self) -> list[StageForecast]:
         return forecast_stages(self.model, self.layout, self.work)

@@ -6,12 +6,14 @@ layout divides the model and fits its GPUs is left to rl360.config.gpu_memory.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from rl360.config.gpu_memory import layout_of
 from rl360.config.schemas import ClusterConfig, MegatronTrainerConfig, RootConfig
 from rl360.errors import ConfigError
+from rl360.models.megatron.layout import TE_INSTALL
 
 
 def megatron_problems(config: RootConfig) -> Iterator[str]:
@@ -25,8 +27,6 @@ def megatron_problems(config: RootConfig) -> Iterator[str]:
             f"{trainer.num_gpus} ranks; expected servers, try rollout=external or rollout=sglang"
         )
     yield from _shared_gpus(config, trainer)
-    if trainer.transformer_engine:
-        yield "trainer.transformer_engine: true; layers of Transformer Engine are not built yet, expected false"
     try:
         layout = layout_of(trainer)
     except ConfigError as error:
@@ -48,6 +48,18 @@ def megatron_problems(config: RootConfig) -> Iterator[str]:
                 f"trainer.{key}: {seconds:g} s is not less than cluster.no_progress_s {config.cluster.no_progress_s:g} "
                 "s, so the watchdog would end the run first and not say which rank is late; expected less"
             )
+
+
+def megatron_machine_problems(config: RootConfig) -> Iterator[str]:
+    """What the trainer needs and this machine has not, where its ranks run here; elsewhere they say it themselves."""
+    trainer = config.trainer
+    if not isinstance(trainer, MegatronTrainerConfig) or not trainer.transformer_engine:
+        return
+    here = (
+        config.cluster._target_ == ClusterConfig._target_ and trainer.rank_target == MegatronTrainerConfig.rank_target
+    )
+    if here and importlib.util.find_spec("transformer_engine") is None:
+        yield f"trainer.transformer_engine: true, and Transformer Engine is not installed; try {TE_INSTALL}, or false"
 
 
 def _shared_gpus(config: RootConfig, trainer: MegatronTrainerConfig) -> Iterator[str]:

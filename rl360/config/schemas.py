@@ -81,7 +81,7 @@ class MegatronTrainerConfig(TrainerConfig):
     context_parallel_size: int = 1  # GPUs that share each sequence
     sequence_parallel: bool = True  # tensor-parallel ranks share the tokens between matrices; no effect at size 1
     recompute: str = "none"  # none | core_attn | full: what the backward pass computes again rather than keeps
-    transformer_engine: bool = False  # layers of Transformer Engine: not built yet, true is refused
+    transformer_engine: bool = False  # products, norms and attention of Transformer Engine, which must be installed
     compile: bool = True  # torch.compile what stands between matrices and attention; CUDA only
     overlap_grad_reduce: bool = False  # data and context ranks exchange gradients beside the backward pass
     async_checkpoint: bool = True  # the run goes on while a checkpoint is written

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from rl360.config.check import load
 from rl360.config.combinations import combination_problems
 from rl360.config.compose import Request, compose, from_config
+from rl360.config.megatron import megatron_machine_problems
 from rl360.config.resume import resumed
 from rl360.config.schemas import SCHEMAS, MegatronTrainerConfig, TorchTrainerConfig, schema_of
 
@@ -203,16 +204,25 @@ def test_the_defaults_have_no_problem(megatron):
         ({"trainer.init_method": "tcp://h"}, "trainer.init_method: 'tcp://h'; expected tcp://host:port"),
         ({"trainer.step_timeout_s": 1000.0}, "trainer.step_timeout_s: 1000 s is not less than cluster.no_progress_s"),
         ({"trainer.start_timeout_s": 2000.0}, "trainer.start_timeout_s: 2000 s is not less than cluster.no_progress_s"),
-        (
-            {"trainer.transformer_engine": True},
-            "trainer.transformer_engine: true; layers of Transformer Engine are not",
-        ),
     ],
 )
 def test_each_rule(megatron, changes, text):
     problems = combination_problems(megatron(**changes))
     assert len(problems) == 1
     assert problems[0].startswith(text)
+
+
+def test_a_missing_transformer_engine_is_named_where_the_ranks_would_run(megatron, monkeypatch):
+    found = {}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found.get(name))
+    here = megatron(**{"trainer.transformer_engine": True})
+    (problem,) = megatron_machine_problems(here)
+    assert problem.startswith("trainer.transformer_engine: true, and Transformer Engine is not installed; try pip ")
+    elsewhere = {"trainer.transformer_engine": True, "cluster._target_": "launchers.other.Launcher"}
+    assert list(megatron_machine_problems(megatron(**elsewhere))) == []
+    assert list(megatron_machine_problems(megatron())) == []
+    found["transformer_engine"] = object()
+    assert list(megatron_machine_problems(here)) == []
 
 
 def test_checking_it_imports_neither_torch_nor_megatron():

@@ -57,6 +57,9 @@ FUSED_NAMES = {
 }
 
 
+_OWN_NAMES = {fused: own for own, fused in FUSED_NAMES.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """[start, start + length) along `axis` of an HF tensor is [at, at + length) of the parameter on the same axis."""
@@ -245,7 +248,10 @@ def _split(name: str) -> tuple[int, str]:
 
 
 def named_parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """(name with the layer counted over the whole model, parameter) of a rank's model chunks, wrapped or not."""
+    """(name with the layer counted over the whole model, parameter) of a rank's model chunks, wrapped or not.
+
+    A norm that Transformer Engine fuses with the product behind it has the name that it has of its own.
+    """
     for wrapped in chunks:
         chunk: Any = wrapped
         while not hasattr(chunk, "decoder") and hasattr(chunk, "module"):
@@ -254,7 +260,7 @@ def named_parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]
         for name, parameter in chunk.named_parameters():
             if name.startswith(LAYERS):
                 local, part = _split(name)
-                name = f"{LAYERS}{numbers[local]}.{part}"
+                name = f"{LAYERS}{numbers[local]}.{_OWN_NAMES.get(part, part)}"
             yield name, parameter
 
 

@@ -13,6 +13,8 @@ from typing import Protocol
 from rl360.errors import ConfigError
 
 VOCAB_MULTIPLE = 128  # Megatron's: the vocabulary is padded to a multiple of this times the tensor-parallel size
+# What brings Transformer Engine, named wherever it is missed. It compiles against the torch that is installed.
+TE_INSTALL = 'pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]"'
 
 
 class Architecture(Protocol):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,7 +26,7 @@ from rl360.models.megatron.layout import Layout
 from rl360.models.megatron.packed import PackedTensors
 from rl360.models.megatron.parallel import context_group, tensor_group
 from rl360.models.megatron.pointwise import kernels, rotary_angles
-from rl360.models.megatron.spec import Layer, decoder_spec
+from rl360.models.megatron.spec import Layer, NormGain, decoder_spec
 
 RECOMPUTE = ("none", "core_attn", "full")
 
@@ -54,7 +55,10 @@ class Chunk(GPTModel):
             x, y = layer(x, y, packed, cos, sin)
         assert y is not None, "a stage has at least one layer"
         if self.post_process:
-            return add_norm(x, y, self.decoder.final_layernorm.weight, setting).unsqueeze(1)
+            norm = self.decoder.final_layernorm
+            if isinstance(norm, NormGain):
+                return add_norm(x, y, norm.weight, setting).unsqueeze(1)
+            return norm(x + y).unsqueeze(1)
         return (x + y).unsqueeze(1)
 
     @property
@@ -92,7 +96,8 @@ def transformer_config(
         bf16=params_dtype == torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,
-        gradient_accumulation_fusion=False,  # blocks.py adds to main_grad itself
+        gradient_accumulation_fusion=False,  # blocks.py adds to main_grad itself, te_spec.py turns it on where needed
+        disable_parameter_transpose_cache=True,  # of Transformer Engine: always add to main_grad, never overwrite it
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         tensor_model_parallel_size=layout.tensor,
@@ -119,6 +124,7 @@ def build_model(
     device: torch.device | str = "cpu",
     recompute: str = "none",
     compiled: bool = False,
+    transformer_engine: bool = False,
     random_init_seed: int | None = None,
 ) -> list[nn.Module]:
     """This rank's model chunks, one a virtual stage, on `device`.
@@ -127,17 +133,26 @@ def build_model(
         recompute: what the backward pass computes again: nothing, the attention (with context parallelism its gathered
             keys and values are then not kept), or whole layers.
         compiled: run the elementwise parts through torch.compile.
+        transformer_engine: layers of Transformer Engine's modules (te_spec.py). Weights have the same names in
+            `named_parameters`, so checkpoints of either kind of layers fit the other.
         random_init_seed: None leaves the matrices as the allocator gave them, for a checkpoint to fill. A number gives
             the weights that `rl360.models.loading.load_decoder` gives for it, whatever the layout.
 
     Raises:
-        ConfigError: the layout does not divide the model; recompute is none of these.
+        ConfigError: the layout does not divide the model; recompute is none of these; Transformer Engine is asked for
+            and cannot be imported.
     """
     problems = layout.misfits(config)
     if recompute not in RECOMPUTE:
         problems.append(f"trainer.recompute: {recompute!r}; expected one of {', '.join(RECOMPUTE)}")
     if problems:
         raise ConfigError(problems)
+    spec = decoder_spec
+    if transformer_engine:
+        from rl360.models.megatron.te_spec import keep_in_main_grad, require_transformer_engine, te_decoder_spec
+
+        require_transformer_engine()
+        spec = te_decoder_spec
     device = torch.device(device)
     megatron = transformer_config(config, layout, params_dtype, device)
     setting = Setting(
@@ -152,11 +167,13 @@ def build_model(
     try:
         for index in range(layout.chunks):
             stage = None if layout.virtual_pipeline is None else index
-            chunk = _build_chunk(config, layout, megatron, stage)
+            chunk = _build_chunk(config, layout, megatron, spec(megatron, config.norm_groups, stage), stage)
             chunk.setting, chunk.inverse_frequencies_E = setting, frequencies
             for layer in chunk.decoder.layers:
                 assert isinstance(layer, Layer)
                 layer.setting, layer.context_group, layer.recompute = setting, context_group(layout), recompute
+            if transformer_engine:
+                keep_in_main_grad(chunk)
             chunks.append(chunk)
     finally:
         quiet.setLevel(before)
@@ -165,11 +182,17 @@ def build_model(
     return chunks
 
 
-def _build_chunk(config: DecoderConfig, layout: Layout, megatron: TransformerConfig, stage: int | None) -> Chunk:
+def _build_chunk(
+    config: DecoderConfig,
+    layout: Layout,
+    megatron: TransformerConfig,
+    spec: TransformerBlockSubmodules,
+    stage: int | None,
+) -> Chunk:
     where: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
     return Chunk(
         megatron,
-        decoder_spec(megatron, config.norm_groups, stage),
+        spec,
         vocab_size=layout.padded_vocab(config.vocab_size),
         max_sequence_length=config.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(**where),

@@ -2,7 +2,8 @@
 
 In: a `TransformerConfig` of Megatron's. Out: `TransformerBlockSubmodules` for its GPTModel. The modules are Megatron's
 own, so names, tensor-parallel attributes and sharded state dicts are those that its tools know; Transformer Engine is
-not needed. Left to others: the computation (blocks.py, attention.py), the model around the layers (model.py).
+not needed. Left to others: the computation (blocks.py, attention.py), the model around the layers (model.py), the same
+layer of Transformer Engine's modules (te_spec.py).
 """
 
 from __future__ import annotations
@@ -91,24 +92,29 @@ class Layer(TransformerLayer):
         return x, swiglu_row(gate_up, self.mlp.linear_fc2.weight, setting)
 
 
+def attention_spec(config: TransformerConfig, column: Any, core: Any, row: Any) -> ModuleSpec:
+    """Self-attention of these modules; norms of q and k, where the model has them, are gains for `split_rotate`."""
+    head_norm = NormGain if config.qk_layernorm else None
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=column,
+            core_attention=core,
+            linear_proj=row,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+
+
 def decoder_spec(config: TransformerConfig, norm_groups: int, chunk: int | None) -> TransformerBlockSubmodules:
     """Submodules of the decoder of model chunk `chunk` (None: not interleaved) on this pipeline rank."""
-    head_norm = NormGain if config.qk_layernorm else None
     layer = ModuleSpec(
         module=Layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=NormGain,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=NoModule,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
+            self_attention=attention_spec(config, ColumnParallelLinear, NoModule, RowParallelLinear),
             self_attn_bda=IdentityFuncOp,
             pre_mlp_layernorm=NormGain,
             mlp=partial(

@@ -59,6 +59,7 @@ class Work:
     compiled: bool = True
     predicting_share: float = 1.0  # of the tokens, those from which a trained token is predicted; 1: the worst case
     reference: bool = False  # a frozen reference model stays beside the policy
+    transformer_engine: bool = False  # its layers keep the inputs of their products
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,9 @@ class Tokens:
         return cls(inside // layout.tensor if layout.sequence_parallel else inside, inside, tokens)
 
 
-def layer_keeps(model: Model, layout: Layout, tokens: Tokens, recompute: str = "none") -> dict[str, int]:
+def layer_keeps(
+    model: Model, layout: Layout, tokens: Tokens, recompute: str = "none", transformer_engine: bool = False
+) -> dict[str, int]:
     """What one layer keeps for its backward pass, by what it is. The angles of the rotary embedding are not here."""
     h, t = model.hidden_size, layout.tensor
     residual = BF16 * h * tokens.between
@@ -178,13 +181,18 @@ def layer_keeps(model: Model, layout: Layout, tokens: Tokens, recompute: str = "
         keeps["log-sum-exp"] = FP32 * model.num_heads // t * tokens.inside
     if model.qk_norm:
         keeps["qkv before its norms"] = q + kv * tokens.inside
+    if transformer_engine:
+        keeps["normalised inputs"] = 2 * residual
+        keeps["activated input"] = BF16 * model.intermediate_size // t * tokens.inside
     return keeps
 
 
-def chunk_keeps(model: Model, layout: Layout, tokens: Tokens, recompute: str, last: bool) -> int:
+def chunk_keeps(
+    model: Model, layout: Layout, tokens: Tokens, recompute: str, last: bool, transformer_engine: bool = False
+) -> int:
     """What one model chunk keeps of one micro-batch. last: it has the final norm, whose output the head takes."""
     layers = model.num_layers // layout.num_stages
-    keeps = layers * sum(layer_keeps(model, layout, tokens, recompute).values())
+    keeps = layers * sum(layer_keeps(model, layout, tokens, recompute, transformer_engine).values())
     keeps += FP32 * model.head_dim * tokens.inside  # the angles' cosines and sines, shared by the layers
     if last:
         keeps += (BF16 * model.hidden_size + FP32 * model.norm_groups) * tokens.between
@@ -244,18 +252,20 @@ def _stage(model: Model, layout: Layout, work: Work, rank: int) -> StageForecast
     row = BF16 * model.hidden_size * tokens.between
     last = rank == layout.pipeline - 1
     chunks = in_flight(layout, rank)
-    layer = sum(layer_keeps(model, layout, tokens, work.recompute).values())
-    activations = (chunks - last) * chunk_keeps(model, layout, tokens, work.recompute, last=False)
+    engine = work.transformer_engine
+    layer = sum(layer_keeps(model, layout, tokens, work.recompute, engine).values())
+    activations = (chunks - last) * chunk_keeps(model, layout, tokens, work.recompute, False, engine)
     if last:
-        activations += chunk_keeps(model, layout, tokens, work.recompute, last=True)
+        activations += chunk_keeps(model, layout, tokens, work.recompute, True, engine)
     if layout.pipeline > 1:
         # A stage keeps what it sent (deallocate_pipeline_outputs is off), and receives one each way.
         activations += (chunks + 2) * row
     again = 0
     if work.recompute == "full":
-        again = sum(layer_keeps(model, layout, tokens).values()) - row  # the layer's own input is kept already
+        plain = layer_keeps(model, layout, tokens, "none", engine)
+        again = sum(plain.values()) - row  # the layer's own input is kept already
     elif work.recompute == "core_attn":
-        plain = layer_keeps(model, layout, tokens)
+        plain = layer_keeps(model, layout, tokens, "none", engine)
         again = sum(plain.values()) - layer
     mlp = _mlp_backward(model, layout, tokens, work.compiled) + (again if work.recompute == "full" else 0)
     attention = again + _attention_backward(model, layout, tokens)

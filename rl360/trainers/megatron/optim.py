@@ -12,7 +12,8 @@ parameters) is set here before each step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,23 @@ from torch import Tensor, distributed, nn
 from rl360.errors import NonFiniteGradient
 from rl360.models.megatron.hf_weights import named_parameters
 from rl360.trainers.optim import decay_groups
+
+
+@contextmanager
+def _torchs_adam() -> Iterator[None]:
+    """Megatron builds torch's AdamW, also where Transformer Engine or Apex is installed, whose own it would prefer.
+
+    Those read no `grad_scale`, so clipping would end without a word, and count steps elsewhere than checkpoints do.
+    """
+    from megatron.core import optimizer as module
+
+    names: Any = module
+    before = names.Adam, names.USING_PYTORCH_OPTIMIZER
+    names.Adam, names.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    try:
+        yield
+    finally:
+        names.Adam, names.USING_PYTORCH_OPTIMIZER = before
 
 
 class ShardedOptimizer:
@@ -63,9 +81,10 @@ class ShardedOptimizer:
             use_distributed_optimizer=True,
         )
         no_decay = ParamGroupOverride(wd_mult=0.0)
-        self.megatron = get_megatron_optimizer(
-            config, list(chunks), config_overrides={key: no_decay}, use_gloo_process_groups=False
-        )
+        with _torchs_adam():
+            self.megatron = get_megatron_optimizer(
+                config, list(chunks), config_overrides={key: no_decay}, use_gloo_process_groups=False
+            )
 
     @torch.no_grad()
     def step(self) -> tuple[float, float]:

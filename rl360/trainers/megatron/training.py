@@ -22,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed, nn
 
-from rl360.errors import ConfigError
 from rl360.models.decoder import DecoderConfig
 from rl360.models.loading import read_config
 from rl360.models.megatron.blocks import gather_hidden
@@ -78,10 +77,6 @@ class Training:
     def __init__(self, settings: TrainingSettings, device: torch.device, dtype: torch.dtype):
         from megatron.core import parallel_state
 
-        if settings.transformer_engine:
-            raise ConfigError(
-                "trainer.transformer_engine: true; layers of Transformer Engine are not built yet, expected false"
-            )
         self.settings = settings
         self.device = device
         self.config: DecoderConfig = read_config(settings.model_dir)
@@ -116,6 +111,7 @@ class Training:
             device=self.device,
             recompute=settings.recompute,
             compiled=settings.compile and self.device.type == "cuda",
+            transformer_engine=settings.transformer_engine,
             random_init_seed=settings.random_init_seed,
         )
         if settings.random_init_seed is None:

@@ -92,6 +92,8 @@ def test_a_layer_by_hand():
         "gate, up": 2 * (2 * 12 * 10),
     }
     assert layer_keeps(TINY, Layout(), Tokens.of(Layout(), 10), "full") == {"residual stream": 2 * 8 * 10}
+    engines = layer_keeps(TINY, Layout(), Tokens.of(Layout(), 10), transformer_engine=True)
+    assert engines == keeps | {"normalised inputs": 2 * (2 * 8 * 10), "activated input": 2 * 12 * 10}
 
 
 def test_what_each_axis_divides():

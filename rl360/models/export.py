@@ -122,7 +122,7 @@ def _export_torch(
 
     from rl360.models.hf_folder import LazyTensor, new_folder, write_weights
     from rl360.models.loading import copy_companions, read_config
-    from rl360.models.weight_files import expected_tensors
+    from rl360.models.weight_files import ANOTHER_HEAD, EMBEDDING, HEAD, expected_tensors, same_values
     from rl360.trainers.checkpoint import read_state
 
     assert source.companions is not None
@@ -138,6 +138,10 @@ def _export_torch(
                 f"{file}: tensor {name} has shape {list(weights[name].shape)}, {source.companions / 'config.json'} "
                 f"gives {list(shape)}"
             )
+    for name in weights:
+        if name not in expected and not (name == HEAD and same_values(weights[name], weights[EMBEDDING])):
+            problem = ANOTHER_HEAD if name == HEAD else f"tensor {name} is not in a model of this config"
+            raise CheckpointError(f"{file}: {problem}")
     if dtype is None:
         dtype = torch.bfloat16 if "rng_cuda" in state else torch.float32
     target = dtype

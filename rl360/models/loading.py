@@ -19,7 +19,7 @@ from torch import Tensor
 from rl360.errors import ConfigError
 from rl360.models.decoder import Decoder, DecoderConfig
 from rl360.models.hf_folder import replacing_folder
-from rl360.models.weight_files import WEIGHTS_FILE, locate_tensors
+from rl360.models.weight_files import WEIGHTS_FILE, locate_tensors, refuse_another_head
 
 CONFIG_FILE = "config.json"
 # Everything beside the weights that a reader of the folder needs; copied as it is when present.
@@ -104,6 +104,7 @@ def load_weights(decoder: Decoder, folder: Path | str) -> None:
     parameters = dict(decoder.named_parameters())
     expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     located = locate_tensors(folder, expected, decoder.config.tie_word_embeddings, decoder.config.model_type)
+    refuse_another_head(folder, decoder.config.tie_word_embeddings)
     for file in sorted(set(located.values())):
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+COMPARED_ROWS = 8192  # of embedding and head at once
+ANOTHER_HEAD = (
+    f"tensor {HEAD} differs from {EMBEDDING}, and config.json says tie_word_embeddings: one of them would be dropped; "
+    "expected equal values; set tie_word_embeddings to false if the model has a head of its own, else leave it out"
+)
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 # The one tensor that older checkpoints hold although it is computed from the config.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
@@ -57,13 +63,14 @@ def locate_tensors(
 ) -> dict[str, Path]:
     """The file of every expected tensor, from the files' headers alone.
 
-    `tied`: a stored `lm_head.weight` is a copy of the embedding, and left out. Raises `CheckpointError` naming the
-    first tensor that is missing, unknown, in two files or of another shape, and its file.
+    `tied`: a stored `lm_head.weight` should be a copy of the embedding, and is left out; `refuse_another_head` looks at
+    its values. Raises `CheckpointError` naming the first tensor that is missing, unknown, in two files or of another
+    shape, and its file.
     """
     located: dict[str, Path] = {}
     for file in weight_files(folder):
         for name, shape in tensor_shapes(file):
-            if name.endswith(IGNORED_SUFFIX) or (name == "lm_head.weight" and tied):
+            if name.endswith(IGNORED_SUFFIX) or (name == HEAD and tied and shape == expected.get(EMBEDDING)):
                 continue
             if name not in expected:
                 raise CheckpointError(f"{file}: tensor {name} is not in a {what} of this config")
@@ -78,6 +85,34 @@ def locate_tensors(
     if missing:
         raise CheckpointError(f"{folder}: tensor {missing[0]} is in no file ({len(missing)} missing in all)")
     return located
+
+
+def refuse_another_head(folder: Path, tied: bool) -> None:
+    """A tied model has one matrix; raises `CheckpointError` where the files hold a head other than the embedding.
+
+    Names the tensor and its file. Comes after `locate_tensors`; without a stored head, or untied, no value is read.
+    """
+    stored = {name: file for file in weight_files(folder) for name, _ in tensor_shapes(file)} if tied else {}
+    if HEAD not in stored:
+        return
+    from safetensors import safe_open
+
+    with ExitStack() as stack:
+        embedding, head = (
+            stack.enter_context(safe_open(str(stored[name]), framework="pt")).get_slice(name)
+            for name in (EMBEDDING, HEAD)
+        )
+        for start in range(0, head.get_shape()[0], COMPARED_ROWS):
+            rows = slice(start, start + COMPARED_ROWS)
+            if not same_values(embedding[rows], head[rows]):
+                raise CheckpointError(f"{stored[HEAD]}: {ANOTHER_HEAD}")
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether both hold the same numbers, be it in two dtypes."""
+    import torch
+
+    return torch.equal(one, other) if one.dtype == other.dtype else torch.equal(one.double(), other.double())
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -127,6 +162,7 @@ class WeightFiles:
         self.folder = Path(folder)
         self.shapes = expected_tensors(config)
         self.files = locate_tensors(self.folder, self.shapes, config.tie_word_embeddings, config.model_type)
+        refuse_another_head(self.folder, config.tie_word_embeddings)
         self._stack = ExitStack()
         self._open: dict[Path, Any] = {}
 

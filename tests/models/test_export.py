@@ -173,3 +173,15 @@ def test_a_checkpoint_whose_bytes_have_changed_is_refused(tmp_path, inside):
         export_hf(run / inside, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     export_hf(run / "checkpoints" / "iteration-000001", tmp_path / "out")
+
+
+def test_a_head_that_a_tied_config_would_drop_is_refused(run, tmp_path):
+    source = run.parent / "models" / "policy"
+    tied = tmp_path / "tied"
+    tied.mkdir()
+    raw = json.loads((source / "config.json").read_text())
+    assert raw["tie_word_embeddings"] is False
+    (tied / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    with pytest.raises(CheckpointError, match=r"trainer\.pt: tensor lm_head\.weight differs from model\.embed_tokens"):
+        export_hf(run, tmp_path / "out", model=tied)
+    assert not (tmp_path / "out").exists()

@@ -127,3 +127,37 @@ def test_dtype_follows_the_decoder(hf_folder, tmp_path):
     out = save_hf(decoder, tmp_path / "half", source=folder)
     raw = json.loads((out / "config.json").read_text())
     assert "bfloat16" in (raw.get("dtype"), raw.get("torch_dtype"))
+
+
+def another_head(folder, change: float, dtype=torch.float32) -> None:
+    """Store a head beside the embedding of a tied model, in a file of its own."""
+    head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    head[-1, 0] += change
+    save_file({"lm_head.weight": head.to(dtype)}, folder / "head.safetensors")
+    names = load_file(folder / "model.safetensors")
+    weight_map = dict.fromkeys(names, "model.safetensors") | {"lm_head.weight": "head.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_tied_models_stored_head_must_be_its_embedding(hf_folder):
+    from rl360.models.weight_files import WeightFiles
+
+    folder, _ = hf_folder("llama", tie_word_embeddings=True)
+    expected = logits(load_decoder(folder))
+    another_head(folder, 0.0, torch.float64)  # a copy, be it in another dtype
+    decoder = load_decoder(folder)
+    assert torch.equal(logits(decoder), expected)
+    with WeightFiles(folder, decoder.config):  # Megatron's load and its conversion read through this
+        pass
+    another_head(folder, 1e-3)
+    before = decoder.head_weight.clone()
+    for read in (lambda: load_weights(decoder, folder), lambda: WeightFiles(folder, decoder.config)):
+        with pytest.raises(CheckpointError, match=r"head\.safetensors: tensor lm_head\.weight differs from model"):
+            read()
+    assert torch.equal(decoder.head_weight, before)
+
+
+def test_an_untied_model_has_a_head_of_its_own(hf_folder):
+    folder, _ = hf_folder("llama", tie_word_embeddings=False)
+    decoder = load_decoder(folder)
+    assert not torch.equal(decoder.head_weight, decoder.model.embed_tokens.weight)

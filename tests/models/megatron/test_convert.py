@@ -202,6 +202,27 @@ def test_one_matrix_of_two_dtypes_is_refused(tmp_path, hf):
         to_megatron(source, tmp_path / "megatron")
 
 
+def test_a_tied_models_own_head_is_not_dropped_on_the_way(tmp_path, hf):
+    source = hf("llama_tied")
+    tensors = tensors_of(source)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, source / "model.safetensors")
+    to_megatron(source, tmp_path / "copy")  # a copy of the embedding, as some checkpoints hold it
+    head[-1, -1] += 1
+    save_file({**tensors, "lm_head.weight": head}, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.safetensors: tensor lm_head.weight differs from"):
+        to_megatron(source, tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
+
+
+def test_a_megatron_checkpoint_with_a_head_and_a_tied_config(tmp_path, hf):
+    to_megatron(hf("qwen3"), tmp_path / "untied")
+    config = tmp_path / "untied" / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    with pytest.raises(CheckpointError, match=r"tensor output_layer.weight is not in a qwen3 of this config"):
+        to_hf(tmp_path / "untied", tmp_path / "back")
+
+
 def test_a_folder_in_the_way_and_a_folder_that_is_no_checkpoint(tmp_path, hf):
     source = hf()
     (tmp_path / "full").mkdir()

@@ -9,6 +9,7 @@ gradients: each micro-batch's gradient is added to the master's in fp32 as soon 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,29 @@ def decay_groups(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[
     for name, parameter in named_parameters:
         (decayed if parameter.ndim > 1 else plain).append(name)
     return decayed, plain
+
+
+def worst_gradient(named_gradients: Iterable[tuple[str, Tensor]]) -> tuple[str, float]:
+    """(name, largest magnitude) of the first gradient with a NaN or an infinity, else of the one with the largest."""
+    worst = ("no parameter", 0.0)
+    for name, gradient in named_gradients:
+        peak = float(torch.linalg.vector_norm(gradient, ord=math.inf)) if gradient.numel() else 0.0
+        if not math.isfinite(peak):
+            return name, peak
+        if peak > worst[1]:
+            worst = name, peak
+    return worst
+
+
+def norm_error(step: int, norm: float, worst: tuple[str, float]) -> NonFiniteGradient:
+    """The error of an optimizer step whose gradient norm is NaN or infinite. worst: as `worst_gradient` gives it."""
+    name, peak = worst
+    # Finite values can have squares, or a sum of them, beyond fp32.
+    where = f"too large for fp32: up to {peak:.2g} in {name}" if math.isfinite(peak) else f"first in {name}"
+    return NonFiniteGradient(
+        f"optimizer step {step}: gradient norm {norm}, {where}; expected a finite number. The weights were not "
+        "changed. Look at trainer.learning_rate, at trainer.max_grad_norm and at the batch's logprobs"
+    )
 
 
 class Optimizer:
@@ -103,14 +127,10 @@ class Optimizer:
         with_grad = {name: m.grad for name, m in self._masters.items() if m.grad is not None}
         norms = torch._foreach_norm(list(with_grad.values()))
         norm = float(torch.linalg.vector_norm(torch.stack(list(norms)))) if norms else 0.0
-        if not norm < float("inf"):
-            bad = [n for n, value in zip(with_grad, norms, strict=True) if not torch.isfinite(value)]
+        if not math.isfinite(norm):
+            worst = worst_gradient(with_grad.items())
             self.drop_gradients()
-            raise NonFiniteGradient(
-                f"optimizer step {self.num_steps + 1}: gradient norm {norm}, first in {bad[0] if bad else '?'};"
-                " expected a finite number. The weights were not changed. Look at trainer.learning_rate, at "
-                "trainer.max_grad_norm and at the batch's logprobs"
-            )
+            raise norm_error(self.num_steps + 1, norm, worst)
         if self.max_grad_norm > 0 and norm > self.max_grad_norm:
             torch._foreach_mul_(list(with_grad.values()), self.max_grad_norm / norm)
         rate = self.learning_rate

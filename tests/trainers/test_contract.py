@@ -91,11 +91,21 @@ def test_a_nan_in_the_batch_never_reaches_the_weights(start, tmp_path):
     trainer = start()
     before = published(trainer, tmp_path / "before")
     bad = sequence(list(range(10, 20)), [5, 6], advantage=float("nan"))
-    with pytest.raises(NonFiniteGradient, match=r"first in (?!\?)"):
+    with pytest.raises(NonFiniteGradient, match=r"gradient norm nan, first in \S+weight;"):
         trainer.step(batch_of([bad, sequence([3, 4, 5], [6, 7], group="h")]))
     assert trainer.version == 0
     after = published(trainer, tmp_path / "after")
     assert all(torch.equal(before[name], value) for name, value in after.items())
+    assert np.isfinite(trainer.step(random_batch(0)).metrics["train/grad_norm"])
+
+
+def test_a_norm_that_overflows_names_the_largest_gradient(start):
+    trainer = start()
+    # Finite values of some 1e28, whose squares are beyond fp32.
+    large = sequence(list(range(10, 20)), [5, 6], advantage=1e30)
+    with pytest.raises(NonFiniteGradient, match=r"norm inf, too large for fp32: up to [\d.]+e\+\d\d in \S+weight;"):
+        trainer.step(batch_of([large, sequence([3, 4, 5], [6, 7], group="h")]))
+    assert trainer.version == 0
     assert np.isfinite(trainer.step(random_batch(0)).metrics["train/grad_norm"])
 
 

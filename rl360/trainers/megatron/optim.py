@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from rl360.errors import NonFiniteGradient
 from rl360.models.megatron.hf_weights import named_parameters
-from rl360.trainers.optim import decay_groups
+from rl360.trainers.optim import decay_groups, norm_error, worst_gradient
 
 
 @contextmanager
@@ -96,11 +95,7 @@ class ShardedOptimizer:
         self.megatron.prepare_grads()
         norm = float(self._norm())
         if not math.isfinite(norm):
-            raise NonFiniteGradient(
-                f"optimizer step {self.num_steps + 1}: gradient norm {norm}, first in {self._first_not_finite()};"
-                " expected a finite number. The weights were not changed. Look at trainer.learning_rate, at "
-                "trainer.max_grad_norm and at the batch's logprobs"
-            )
+            raise norm_error(self.num_steps + 1, norm, self._worst_gradient())
         rate = self.learning_rate
         if self.num_steps < self.warmup_steps:
             rate *= (self.num_steps + 1) / self.warmup_steps
@@ -133,9 +128,10 @@ class ShardedOptimizer:
         distributed.all_reduce(total, group=self.megatron.get_grad_stats_parallel_group())
         return total.sqrt()
 
-    def _first_not_finite(self) -> str:
-        """The first of this rank's parameters whose gradient has a NaN or an infinity, or "?": it is another rank's."""
-        for name, parameter in named_parameters(self._chunks):
-            if not bool(torch.isfinite(parameter.main_grad).all()):  # type: ignore[attr-defined]
-                return name
-        return "?"
+    def _worst_gradient(self) -> tuple[str, float]:
+        """As `worst_gradient`, over all ranks, and the same on each of them."""
+        gradients: Iterator[tuple[str, Any]] = ((name, p.main_grad) for name, p in named_parameters(self._chunks))  # type: ignore[attr-defined]
+        group = self.megatron.get_grad_stats_parallel_group()
+        found: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(found, worst_gradient(gradients), group=group)
+        return next((one for one in found if not math.isfinite(one[1])), max(found, key=lambda one: one[1]))

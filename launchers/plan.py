@@ -60,7 +60,7 @@ class Plan:
             ("experiment", f"{self.name} on {self.cluster}"),
             ("run folder", self.run_dir),
             *((f"  {group}", target) for group, target in self.components.items()),
-            ("model", f"{self.model['folder']}, {_count(self.model['num_parameters'])} parameters"),
+            ("model", _model_words(self.model)),
             ("tasks", f"{self.tasks['training']} to train on, {self.tasks['evaluation']} to evaluate on, all valid"),
             ("batch", _batch_words(self.batch)),
             ("deadlines", " < ".join(f"{name} {seconds:g} s" for name, seconds in self.deadlines_s.items())),
@@ -86,7 +86,11 @@ def make_plan(config: RootConfig, found: Found, run_dir: Path, roles: tuple[Role
         cluster=config.cluster.name,
         roles=roles,
         components=_components(config),
-        model={"folder": str(found.model_dir), "num_parameters": found.num_parameters},
+        model={
+            "folder": str(found.model_dir),
+            "num_parameters": found.num_parameters,
+            "fp32_logits": config.model.fp32_logits,
+        },
         tasks={"training": len(found.training), "evaluation": len(found.evaluation)},
         task_hashes={
             "tasks": {task.task_id: task.content_hash for task in found.training},
@@ -124,6 +128,11 @@ def _components(config: RootConfig) -> dict[str, str]:
 def _seconds(config: RootConfig, key: str) -> float:
     group, name = key.split(".")
     return float(getattr(getattr(config, group), name))
+
+
+def _model_words(model: Mapping[str, Any]) -> str:
+    logits = "fp32" if model["fp32_logits"] else "the weights' dtype"
+    return f"{model['folder']}, {_count(model['num_parameters'])} parameters, final logits in {logits}"
 
 
 def _batch_words(batch: Mapping[str, int]) -> str:

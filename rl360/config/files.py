@@ -22,6 +22,7 @@ from rl360.config.gateway import gateway_machine_problems
 from rl360.config.gpu_memory import GpuForecast, gpu_forecast
 from rl360.config.megatron import megatron_machine_problems
 from rl360.config.schemas import ClusterConfig, MegatronTrainerConfig, ModelConfig, RootConfig, TasksConfig
+from rl360.config.serving import serving_warnings
 from rl360.config.serving_machine import look_at_servers, with_servers
 from rl360.diagnostics.machine import Gpu, Memory, free_disk_bytes, gpus, memory, write_problem
 from rl360.errors import ConfigError, TaskError
@@ -73,6 +74,7 @@ def look(config: RootConfig, run_dir: Path | None = None, resuming: bool = False
     _sandbox(config, found)
     found.problems.extend(gateway_machine_problems(config))
     found.problems.extend(megatron_machine_problems(config))
+    found.warnings.extend(serving_warnings(config))
     _room(config, found)
     return found
 

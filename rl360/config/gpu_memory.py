@@ -36,6 +36,7 @@ class Setup:
     recompute: str
     compiled: bool
     reference: bool
+    fp32_logits: bool = True
     transformer_engine: bool = False
 
     @classmethod
@@ -52,6 +53,7 @@ class Setup:
             recompute=trainer.recompute,
             compiled=trainer.compile,
             reference=config.algorithm.kl_coef > 0,
+            fp32_logits=config.model.fp32_logits,
             transformer_engine=trainer.transformer_engine,
         )
 
@@ -67,6 +69,7 @@ class Setup:
             self.chunk,
             self.recompute,
             self.compiled,
+            fp32_logits=self.fp32_logits,
             reference=self.reference,
             transformer_engine=self.transformer_engine,
         )

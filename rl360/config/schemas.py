@@ -22,6 +22,7 @@ class ModelConfig:
     tool_parser: str = "none"  # none | hermes (also called qwen25) | k2_horizon
     reasoning_parser: str = "none"  # none | qwen3 | k2_horizon
     max_context_tokens: int = 2048  # what the model was trained for; rollout.max_context_tokens may not exceed it
+    fp32_logits: bool = True  # trainer and engine keep final logits in fp32; false: both round them to bf16
     random_init: bool = False  # true: the folder holds config and tokenizer only; weights from `seed` (tests)
     expect: dict[str, Any] | None = None  # what config.json must say, and num_parameters; null: any model will do
 

@@ -1,7 +1,7 @@
 """What rollout=sglang asks of the rest of an experiment: ways for weights, GPUs, ports, and sharing with the trainer.
 
-In: a typed config. Out: problems as `key: what; expected; try`. Left to others: single values (combinations.py), GPUs
-of Megatron ranks beside servers (megatron.py).
+In: a typed config. Out: problems as `key: what; expected; try`, and what servers of somebody else cannot be told. Left
+to others: single values (combinations.py), GPUs of Megatron ranks beside servers (megatron.py).
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl360.config.schemas import MegatronTrainerConfig, RootConfig
+
+FP32_LOGITS_FLAG = "--enable-fp32-lm-head"  # of SGLang; rl360.serving.command passes it
 
 
 def serving_problems(config: RootConfig) -> Iterator[str]:
@@ -28,6 +30,11 @@ def serving_problems(config: RootConfig) -> Iterator[str]:
         )
     if len(set(sglang.devices)) != len(sglang.devices):
         yield "rollout.sglang.devices: the same GPU twice; expected each once"
+    if FP32_LOGITS_FLAG in sglang.extra_args and not config.model.fp32_logits:
+        yield (
+            f"rollout.sglang.extra_args: {FP32_LOGITS_FLAG} with model.fp32_logits false: the engines would keep final "
+            "logits in fp32 and the trainer would not; expected model.fp32_logits=true, which tells both"
+        )
     last_port = sglang.base_port + 2 * sglang.num_servers - 1
     if sglang.base_port and last_port > 65535:
         yield f"rollout.sglang.base_port: {sglang.base_port} for {sglang.num_servers} servers ends at {last_port}"
@@ -57,4 +64,14 @@ def _colocated(config: RootConfig) -> Iterator[str]:
         yield (
             f"rollout.sglang.devices: {', '.join(map(str, outside))} beyond the trainer's {gpus} with "
             "rollout.sglang.colocated; expected some of the trainer's, or none given"
+        )
+
+
+def serving_warnings(config: RootConfig) -> Iterator[str]:
+    """What the user has to see to, because the run cannot."""
+    if config.rollout.engine == "external" and config.model.fp32_logits:
+        yield (
+            "model.fp32_logits: servers of rollout=external cannot be told: start SGLang with "
+            f"{FP32_LOGITS_FLAG} --enable-tf32-matmul, or set model.fp32_logits=false; else mismatch/kl is larger than "
+            "it need be"
         )

@@ -65,6 +65,7 @@ def build(
             seed=config.seed,
             model_dir=model_dir(config),
             random_init_seed=config.seed if config.model.random_init else None,
+            fp32_logits=config.model.fp32_logits,
             log_dir=run_dir / "logs",
         )
         stack.callback(trainer.close)
@@ -138,6 +139,7 @@ def make_engines(
             model_dir(config),
             max_running_requests=rollout.max_running_requests,
             kv_cache_gib=rollout.kv_cache_gib,
+            fp32_logits=config.model.fp32_logits,
             deterministic=rollout.deterministic,
             version=trainer.version,
         )

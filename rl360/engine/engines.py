@@ -44,6 +44,7 @@ def sglang_engines(
         command=tuple(settings.command) or SGLANG,
         tensor_parallel_size=settings.tensor_parallel_size,
         dtype=settings.dtype,
+        fp32_logits=config.model.fp32_logits,
         load_format="dummy" if config.model.random_init else None,
         seed=config.seed % 2**31,
         host=config.gateway.host,

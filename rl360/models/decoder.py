@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 from rl360.models.architecture import SUPPORTED_MODEL_TYPES, DecoderConfig
+from rl360.models.final_logits import final_logits
 from rl360.models.fused import rms_norm, swiglu_down
 from rl360.models.linear import as_one, joined_linear, linear
 
@@ -195,9 +196,12 @@ class Decoder(nn.Module):
                 x = layer(x, cos, sin, attend)
         return self.model.norm(x)
 
-    def logits(self, hidden_N: Tensor) -> Tensor:
-        """[N, hidden] -> [N, V]. Callers that need only a logprob should not hold all of it at once."""
-        return linear(hidden_N, self.head_weight)
+    def logits(self, hidden_N: Tensor, fp32: bool = False) -> Tensor:
+        """[N, hidden] -> [N, V]. Callers that need only a logprob should not hold all of it at once.
+
+        fp32: those of narrower weights are not rounded to the weights' dtype, and have no graph.
+        """
+        return final_logits(hidden_N, self.head_weight, True) if fp32 else linear(hidden_N, self.head_weight)
 
     def _cos_sin(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [N, 1, D] of the rotary angles, from a table that grows with the longest position seen."""

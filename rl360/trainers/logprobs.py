@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl360.models.final_logits import final_logits
 from rl360.models.linear import linear
 
 # Rows of the output matrix whose gradient is computed at once on the CPU: 4096 x 576 fp32 values stay in the cache
@@ -48,7 +49,9 @@ class _Chunk:
     targets: Tensor
 
 
-def _chunks(hidden_U: Tensor, head_weight: Tensor, predictions: Predictions, chunk_tokens: int) -> Iterator[_Chunk]:
+def _chunks(
+    hidden_U: Tensor, head_weight: Tensor, predictions: Predictions, chunk_tokens: int, fp32_logits: bool
+) -> Iterator[_Chunk]:
     num_positions = hidden_U.shape[0]
     starts = list(range(0, num_positions, chunk_tokens))
     bounds = torch.searchsorted(
@@ -60,7 +63,7 @@ def _chunks(hidden_U: Tensor, head_weight: Tensor, predictions: Predictions, chu
     for i, start in enumerate(starts):
         positions = slice(start, min(start + chunk_tokens, num_positions))
         tokens = slice(bounds[i], bounds[i + 1])
-        logits_CV = linear(hidden_U[positions], head_weight)
+        logits_CV = final_logits(hidden_U[positions], head_weight, fp32_logits)
         if logits_CV.dtype != torch.float64:
             logits_CV = logits_CV.float()
         if tempered:
@@ -79,12 +82,15 @@ def _chunks(hidden_U: Tensor, head_weight: Tensor, predictions: Predictions, chu
 
 
 @torch.no_grad()
-def token_logprobs(hidden_U: Tensor, head_weight: Tensor, predictions: Predictions, chunk_tokens: int) -> Tensor:
-    """Return the logprob of each trained token at its temperature, fp32 [M]; no gradient."""
-    parts = [
-        chunk.logp_CV[chunk.slots, chunk.targets] for chunk in _chunks(hidden_U, head_weight, predictions, chunk_tokens)
-    ]
-    return torch.cat(parts)
+def token_logprobs(
+    hidden_U: Tensor, head_weight: Tensor, predictions: Predictions, chunk_tokens: int, fp32_logits: bool = True
+) -> Tensor:
+    """Return the logprob of each trained token at its temperature, fp32 [M]; no gradient.
+
+    fp32_logits: keep the logits of narrower weights in fp32; else they are rounded to the weights' dtype first.
+    """
+    chunks = _chunks(hidden_U, head_weight, predictions, chunk_tokens, fp32_logits)
+    return torch.cat([chunk.logp_CV[chunk.slots, chunk.targets] for chunk in chunks])
 
 
 @torch.no_grad()
@@ -95,6 +101,7 @@ def backward_through_head(
     chunk_tokens: int,
     token_loss: TokenLoss,
     head_grad: Tensor,
+    fp32_logits: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Compute logprobs and, at once, the gradient of a token loss.
 
@@ -102,13 +109,14 @@ def backward_through_head(
         hidden_U: values only, [U, hidden]; the caller runs its backward pass with the returned gradient.
         token_loss: from logprobs to the gradient of the loss with respect to each.
         head_grad: [V, hidden], fp32 or the weight's dtype; the output matrix's gradient is added to it in place.
+        fp32_logits: as in `token_logprobs`. The gradient's two products take the weights' dtype either way.
 
     Returns:
         hidden_grad_U in the dtype of hidden_U, and the sum of the tokens' entropies (nats, at their temperature).
     """
     hidden_grad_U = torch.empty_like(hidden_U)
     entropy_sum = hidden_U.new_zeros((), dtype=torch.float64)
-    for chunk in _chunks(hidden_U, head_weight, predictions, chunk_tokens):
+    for chunk in _chunks(hidden_U, head_weight, predictions, chunk_tokens, fp32_logits):
         logp_CV = chunk.logp_CV
         grad_M = token_loss(chunk.tokens, logp_CV[chunk.slots, chunk.targets])
         probs_CV = torch.exp(logp_CV, out=chunk.spare_CV)

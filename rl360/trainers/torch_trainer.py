@@ -43,6 +43,7 @@ class TorchTrainer:
     Args:
         model_dir: HF folder of the initial policy, also of the reference model where the algorithm needs one.
         random_init_seed: None: the folder's weights; a number: random weights from it.
+        fp32_logits: final logits of bf16 weights in fp32 and not in bf16; the engine must do the same.
         seed: of torch's random state at `start`; nothing in a step draws from it today, but it is saved and restored.
         load_decoder: how to get a decoder; None: rl360.models.loading.load_decoder.
     """
@@ -64,6 +65,7 @@ class TorchTrainer:
         *,
         model_dir: Path | str,
         random_init_seed: int | None = None,
+        fp32_logits: bool = True,
         algorithm: Algorithm,
         seed: int = 0,
         load_decoder: Callable[..., Decoder] | None = None,
@@ -86,6 +88,7 @@ class TorchTrainer:
         self._num_threads = num_threads
         self._model_dir = Path(model_dir)
         self._random_init_seed = random_init_seed
+        self._fp32_logits = fp32_logits
         self._algorithm = algorithm
         self._seed = seed
         self._load_decoder = load_decoder
@@ -180,7 +183,9 @@ class TorchTrainer:
 
     @torch.no_grad()
     def _logprobs(self, decoder: Decoder, work: _Work) -> Tensor:
-        return token_logprobs(self._hidden(decoder, work), decoder.head_weight, work.predictions, self._chunk_tokens)
+        return token_logprobs(
+            self._hidden(decoder, work), decoder.head_weight, work.predictions, self._chunk_tokens, self._fp32_logits
+        )
 
     @torch.no_grad()
     def _correction(self, work: _Work, proximal_M: Tensor | None) -> tuple[Tensor, ...]:
@@ -226,6 +231,7 @@ class TorchTrainer:
             self._chunk_tokens,
             token_loss,
             self._optimizer.gradient(head_weight),
+            self._fp32_logits,
         )
         hidden_U.backward(hidden_grad_U)
         before_M = torch.cat(chunks) if proximal_M is None else proximal_M

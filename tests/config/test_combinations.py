@@ -46,6 +46,15 @@ CASES = [
         },
         "rollout.sglang.devices: 3 of them for 2 servers of 2 GPUs; expected 4",
     ),
+    (
+        {
+            "model.fp32_logits": False,
+            "rollout.engine": "sglang",
+            "rollout.sync": "disk",
+            "rollout.sglang.extra_args": ["--enable-fp32-lm-head"],
+        },
+        "rollout.sglang.extra_args: --enable-fp32-lm-head with model.fp32_logits false",
+    ),
     ({"rollout.sglang.colocated": True}, "rollout.sglang.colocated: true with engine embedded"),
     (COLOCATED | {"rollout.sync": "nccl"}, "rollout.sync: nccl with rollout.sglang.colocated"),
     (COLOCATED | {"rollout.max_staleness": 1}, "rollout.max_staleness: 1 with rollout.sglang.colocated"),

@@ -182,3 +182,11 @@ def test_no_daytona_key(here, monkeypatch):
     problems = look(here(**changes)).problems
     assert any("variable NO_SUCH_KEY is not set" in p for p in problems)
     assert any("unencrypted" in p for p in problems)
+
+
+def test_servers_of_somebody_else_cannot_be_told_of_fp32_logits(here):
+    external = {"rollout.engine": "external", "rollout.sync": "disk", "rollout.engine_urls": ["http://h:1"]}
+    (warning,) = [text for text in look(here(**external)).warnings if text.startswith("model.fp32_logits: ")]
+    assert "--enable-fp32-lm-head" in warning
+    for others in (external | {"model.fp32_logits": False}, {}):
+        assert not [text for text in look(here(**others)).warnings if "fp32_logits" in text]

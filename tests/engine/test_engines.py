@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 
 from rl360.config.schemas import MegatronTrainerConfig, RootConfig, TorchTrainerConfig
 from rl360.engine.engines import server_devices
 from rl360.errors import ConfigError
+from rl360.trainers.megatron.trainer import MegatronTrainer
+from rl360.trainers.torch_trainer import TorchTrainer
 
 
 def config(visible: str, monkeypatch: pytest.MonkeyPatch, megatron_gpus: int = 0, **sglang: object) -> RootConfig:
@@ -43,3 +50,39 @@ def test_no_group_spans_a_gpu_twice(monkeypatch):
 def test_megatron_ranks_share_with_nobody(monkeypatch):
     with pytest.raises(ConfigError, match=r"takes 2 of 3 GPUs, and 2 are needed.*colocated"):
         server_devices(config("0,1,2", monkeypatch, 2, num_servers=2))
+
+
+class _Told(Exception):
+    """Raised instead of starting something, with what it was told."""
+
+
+@pytest.mark.parametrize("fp32_logits", [True, False])
+@pytest.mark.parametrize("side", ["trainer", "embedded", "sglang"])
+def test_one_key_tells_trainer_and_engines_how_to_compute_final_logits(side, fp32_logits, monkeypatch, tmp_path):
+    from rl360.engine import build, engines
+    from rl360.gateway.embedded import engine
+
+    def tell(*args, **kwargs):
+        raise _Told(kwargs["fp32_logits"] if side != "sglang" else args[0].fp32_logits)
+
+    made = config("", monkeypatch)
+    made.model.name, made.paths.models = "m", str(tmp_path)
+    made.model.fp32_logits = fp32_logits
+    made.rollout.engine = "sglang" if side == "sglang" else "embedded"
+    trainer = SimpleNamespace(decoder=None, version=0)
+    monkeypatch.setattr(engine, "EmbeddedEngine", tell)
+    monkeypatch.setattr(engines, "launches", tell)
+    with ExitStack() as stack:
+        if side == "trainer":
+            monkeypatch.setattr(build, "_make", lambda *args, **rest: tell(**rest) if "model_dir" in rest else None)
+            start = partial(stack.enter_context, build.build(made, tmp_path, "run", None))
+        else:
+            start = partial(build.make_engines, made, tmp_path, trainer, stack)
+        with pytest.raises(_Told) as told:
+            start()
+    assert told.value.args == (fp32_logits,)
+
+
+@pytest.mark.parametrize("trainer", [TorchTrainer, MegatronTrainer])
+def test_both_trainers_take_the_key(trainer):
+    assert "fp32_logits" in inspect.signature(trainer).parameters  # else build would leave it out

@@ -63,7 +63,7 @@ def test_it_prints_everything_that_was_decided(plan):
     text = "\n".join(plan.lines())
     for part in (
         "named on local",
-        "/models/m, 134,515,008 parameters",
+        "/models/m, 134,515,008 parameters, final logits in fp32",
         "4 to train on, 2 to evaluate on",
         "4 tasks x 8 attempts = 32 an iteration",
         "model call 120 s < turn 150 s < agent 300 s < trial 700 s < client 800 s < sandbox lifetime 900 s",

@@ -91,6 +91,19 @@ def test_a_server_that_releases_memory_finds_the_cuda_runtime(tmp_path: Path, mo
     assert "LD_LIBRARY_PATH" not in other.environment
 
 
+def test_fp32_logits_are_two_flags_where_the_dtype_is_narrower() -> None:
+    flags = {"--enable-fp32-lm-head", "--enable-tf32-matmul"}
+    for dtype, fp32_logits, expected in (
+        ("bfloat16", True, flags),
+        ("float16", True, flags),
+        ("auto", True, flags),  # SGLang takes fp16 where a checkpoint is in fp32
+        ("bfloat16", False, set()),
+        ("float32", True, set()),  # has fp32 logits anyway, and TF32 would round all its products
+    ):
+        (one,) = launches(ServerFlags(Path("/m"), 100, dtype=dtype, fp32_logits=fp32_logits), 1, 0, [])
+        assert set(one.command) & flags == expected, (dtype, fp32_logits)
+
+
 def test_too_few_devices_are_named() -> None:
     with pytest.raises(
         ConfigError, match=r"2 servers of tensor_parallel_size 2 need 4 devices, there are 3 \(0, 1, 2\)"

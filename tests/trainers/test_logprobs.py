@@ -75,3 +75,39 @@ def test_bf16_hidden_states_give_fp32_logprobs_and_an_fp32_head_gradient():
     hidden_grad, _ = backward_through_head(*narrow, predictions, 4, lambda _, x: torch.ones_like(x), head_grad)
     assert hidden_grad.dtype == torch.bfloat16
     assert head_grad.abs().sum() > 0
+
+
+def test_fp32_logits_of_bf16_weights_are_exact_and_rounded_ones_are_not():
+    hidden, head, predictions = case(4, tokens=40, vocab=200, width=64, dtype=torch.float32)
+    hidden, head = (2 * hidden).bfloat16(), head.bfloat16()  # logits of up to 60
+    expected, _ = whole(hidden.double(), head.double(), predictions)
+    coefficients = torch.randn(40, generator=torch.Generator().manual_seed(4))
+    exact_grad = torch.zeros(200, 64, dtype=torch.float64)
+    exact_hidden, exact_entropy = backward_through_head(
+        hidden.double(), head.double(), predictions, 4, lambda part, x: coefficients[part] * x.exp(), exact_grad
+    )
+    far = {}
+    for fp32 in (True, False):
+        logprobs = token_logprobs(hidden, head, predictions, 4, fp32_logits=fp32)
+        head_grad = torch.zeros(200, 64)
+        seen = []
+
+        def token_loss(part, x, seen=seen):
+            seen.append(x)
+            return coefficients[part] * x.exp()
+
+        hidden_grad, entropy = backward_through_head(hidden, head, predictions, 4, token_loss, head_grad, fp32)
+        assert torch.equal(torch.cat(seen), logprobs)
+        far[fp32] = [
+            ((found - exact).norm() / exact.norm()).item()
+            for found, exact in (
+                (logprobs, expected),
+                (entropy, exact_entropy),
+                (hidden_grad, exact_hidden),
+                (head_grad, exact_grad),
+            )
+        ]
+    # logprobs and entropies in fp32; gradients pass through bf16 products either way, from better logits
+    assert max(far[True][:2]) < 1e-6
+    assert min(far[False][:2]) > 1e-3
+    assert all(wide < 0.5 * narrow for wide, narrow in zip(far[True][2:], far[False][2:], strict=True))

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 class EmbeddedEngine:
     """See the module's docstring.
 
+    `fp32_logits`: final logits of a bf16 decoder are kept in fp32, not in bf16; the trainer must do the same.
     `deterministic`: one request at a time and no reuse of earlier keys and values, so that a rerun is equal bit for
     bit, whatever arrives when. `seed` is for requests that bring no `sampling_seed` (None: a fresh one each run).
     `num_threads` are torch's threads in the engine's thread (None: as many as the thread that calls `start`).
@@ -57,6 +58,7 @@ class EmbeddedEngine:
         *,
         max_running_requests: int = 64,
         kv_cache_gib: float = 1.0,
+        fp32_logits: bool = True,
         deterministic: bool = False,
         version: int = 0,
         seed: int | None = None,
@@ -65,6 +67,7 @@ class EmbeddedEngine:
         self.decoder = decoder
         self.version = version
         self.deterministic = deterministic
+        self.fp32_logits = fp32_logits
         self.model_dir = None if tokenizer_dir is None else Path(tokenizer_dir)
         self.tokenizer, self._eos = read_tokenizer(self.model_dir, decoder.config.eos_token_ids)
         self.max_running_requests = 1 if deterministic else max_running_requests
@@ -388,9 +391,8 @@ class EmbeddedEngine:
             hidden_NC = hidden_NC[torch.from_numpy(last[ready]).to(hidden_NC.device)]
         requests = [batch[row] for row in ready]
         forbidden = {i: f for i, r in enumerate(requests) if r.params.min_new_tokens and (f := r.forbidden())}
-        ids, logprobs = sample(
-            self.decoder.logits(hidden_NC), [r.params for r in requests], [r.length for r in requests], forbidden
-        )
+        logits = self.decoder.logits(hidden_NC, self.fp32_logits)
+        ids, logprobs = sample(logits, [r.params for r in requests], [r.length for r in requests], forbidden)
         for request, token, logprob in zip(requests, ids, logprobs, strict=True):
             request.append(token, logprob, self.version)
         self.generated_tokens += len(ids)

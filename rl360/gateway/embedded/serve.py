@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--threads", type=int, default=0, help="not SGLang's: torch's threads; 0: every core")
     found.add_argument("--skip-tokenizer-init", action="store_true", help="no strings: no text, no stops by string")
     found.add_argument("--enable-deterministic-inference", action="store_true")
+    found.add_argument("--enable-fp32-lm-head", action="store_true", help="final logits in fp32, whatever --dtype is")
     return found
 
 
@@ -81,6 +82,7 @@ def _server(asked: argparse.Namespace):  # type: ignore[no-untyped-def]  # its t
         None if asked.skip_tokenizer_init else asked.model_path,
         max_running_requests=asked.max_running_requests,
         kv_cache_gib=asked.kv_cache_gib,
+        fp32_logits=asked.enable_fp32_lm_head,
         deterministic=asked.enable_deterministic_inference,
         version=asked.weight_version,
         seed=asked.random_seed,

@@ -8,8 +8,9 @@ arithmetic of rl360/trainers/logprobs.py, with the softmax split over ranks. Lef
 that made them whole).
 
 A chunk costs one product for the logits, one pass over them for maximum, sum and entropy, one small gather between the
-ranks, one pass that turns them into their gradient where they lie, and the two products of the gradients. Products are
-in the weight's dtype, everything between in fp32 (fp64 for fp64 weights). On CUDA nothing waits for the device.
+ranks, one pass that turns them into their gradient, and the two products of the gradients. Products take the weight's
+dtype; what they sum, and everything between, is in fp32 (fp64 for fp64 weights). Logits of bf16 weights are kept in
+fp32, or rounded to bf16 where asked: then their gradient overwrites them. On CUDA nothing waits for the device.
 
 Axes: U predicting positions, C positions of one chunk, M trained tokens, m those of one chunk, V columns of this rank,
 R ranks.
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl360.models.final_logits import final_logits, logits_dtype
 from rl360.trainers.logprobs import Predictions, TokenLoss
 
 # Columns that a product takes at once: tensor cores want rows of a multiple of 16 bytes, 8 values of bf16.
@@ -111,7 +113,8 @@ class _Chunk:
     slots: Tensor  # of the chunk's tokens, index into C
     temperatures_C: Tensor
     logits_CV: Tensor  # not divided by the temperature; columns from `columns` on are padding
-    spare_CV: Tensor  # logits_CV with one row more, which nobody reads
+    grad_CV: Tensor  # where their gradient goes, of the weight's dtype: logits_CV itself when that has it
+    spare_CV: Tensor  # grad_CV with one row more, which nobody reads
     columns: int  # real columns of this rank
     is_local: Tensor  # [m], whether this rank holds the target
     local_targets: Tensor  # [m], column of the target, 0 where another rank holds it
@@ -130,13 +133,16 @@ def head_logprobs(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     compiled: bool = False,
+    fp32_logits: bool = True,
 ) -> Tensor:
     """Return the logprob of each trained token at its temperature, fp32 [M], the same on every rank; no gradient.
 
     Arguments as in `head_loss`.
     """
     known = HeadPredictions.from_device(predictions)
-    parts = [c.logprobs for c in _chunks(hidden_U, weight, known, chunk, group, vocab_start, vocab_size, compiled)]
+    logits_type = logits_dtype(hidden_U.dtype, fp32_logits)
+    chunks = _chunks(hidden_U, weight, known, chunk, group, vocab_start, vocab_size, compiled, logits_type, False)
+    parts = [c.logprobs for c in chunks]
     return torch.cat(parts) if parts else known.temperatures_U.new_zeros(0)
 
 
@@ -151,6 +157,7 @@ def head_loss(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     compiled: bool = False,
+    fp32_logits: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Compute logprobs and, at once, the gradient of a token loss.
 
@@ -160,8 +167,9 @@ def head_loss(
             hold.
         predictions: several tokens may be predicted from one position. `HeadPredictions` lets the device run on;
             a plain `Predictions` makes the host wait for it once.
-        chunk: positions computed at once. Costs chunk x V values of the weight's dtype; on CUDA every chunk also reads
-            and writes the whole of `head_grad`, so few large chunks are faster.
+        chunk: positions computed at once. Costs chunk x V values of the weight's dtype, and as many of fp32 where
+            logits are wider than it; on CUDA every chunk also reads and writes the whole of `head_grad`, so few large
+            chunks are faster.
         token_loss: from a chunk's logprobs (fp32, the same on every rank) to the gradient of the loss with respect to
             each. Called once a chunk, in order; never for an empty chunk.
         head_grad: [V, hidden], fp32 or the weight's dtype; this rank's gradient is added to it in place, now, so a
@@ -170,6 +178,8 @@ def head_loss(
         vocab_start: the first token id of this rank's rows.
         vocab_size: token ids of the model, without padding; None: every row of `weight` is one.
         compiled: torch.compile the passes over the logits.
+        fp32_logits: keep the logits of narrower weights in fp32; else they are rounded to the weights' dtype. Their
+            gradient is rounded to it either way, for the products that take it on.
 
     Returns:
         A scalar whose value is 0 and whose backward pass hands `hidden_U` its gradient (times what arrives): of this
@@ -181,7 +191,9 @@ def head_loss(
         values_U = hidden_U.detach()
         hidden_grad_U = torch.empty_like(values_U)
         entropy_sum = hidden_U.new_zeros((), dtype=torch.float64)
-        for part in _chunks(values_U, weight, known, chunk, group, vocab_start, vocab_size, compiled):
+        logits_type = logits_dtype(values_U.dtype, fp32_logits)
+        chunks = _chunks(values_U, weight, known, chunk, group, vocab_start, vocab_size, compiled, logits_type, True)
+        for part in chunks:
             entropy_sum += part.entropies_C[part.slots].sum(dtype=torch.float64)
             grad_logits_CV = _logit_gradient(part, token_loss(part.tokens, part.logprobs), known, compiled)
             rows = slice(0, grad_logits_CV.shape[1])
@@ -214,6 +226,8 @@ def _chunks(
     vocab_start: int,
     vocab_size: int | None,
     compiled: bool,
+    logits_type: torch.dtype,
+    with_gradient: bool,
 ) -> Iterator[_Chunk]:
     num_positions = hidden_U.shape[0]
     num_rows = weight.shape[0]
@@ -226,13 +240,17 @@ def _chunks(
     temperatures_U = predictions.temperatures_U.to(exact)
     # On CUDA as large for every micro-batch: the allocator then finds the block of the last one.
     num_held = chunk if hidden_U.device.type == "cuda" else min(chunk, num_positions)
-    buffer = torch.empty(num_held + 1, width, dtype=hidden_U.dtype, device=hidden_U.device)
+    buffer = torch.empty(num_held + 1, width, dtype=logits_type, device=hidden_U.device)
+    grad_buffer = buffer
+    if with_gradient and logits_type != hidden_U.dtype:
+        grad_buffer = torch.empty(num_held + 1, width, dtype=hidden_U.dtype, device=hidden_U.device)
     for i, start in enumerate(starts):
         positions = slice(start, min(start + chunk, num_positions))
         tokens = slice(bounds[i], bounds[i + 1])
         size = positions.stop - start
-        spare_CV, logits_CV = buffer[: size + 1], buffer[:size]
-        torch.mm(hidden_U[positions], weight[:width].t(), out=logits_CV)
+        logits_CV = final_logits(
+            hidden_U[positions], weight[:width], logits_type != hidden_U.dtype, out_NV=buffer[:size]
+        )
 
         temperatures_C = temperatures_U[positions]
         slots = predictions.slots_M[tokens] - start
@@ -254,7 +272,8 @@ def _chunks(
             slots=slots,
             temperatures_C=temperatures_C,
             logits_CV=logits_CV,
-            spare_CV=spare_CV,
+            grad_CV=grad_buffer[:size],
+            spare_CV=grad_buffer[: size + 1],
             columns=columns,
             is_local=is_local,
             local_targets=targets,
@@ -302,31 +321,45 @@ def _over_ranks(
 
 
 def _logit_gradient(part: _Chunk, grad_m: Tensor, predictions: HeadPredictions, compiled: bool) -> Tensor:
-    """Overwrite a chunk's logits with the gradient of the loss with respect to them, and return it.
+    """Write the gradient of the loss with respect to a chunk's logits to its place, and return it.
 
     d logprob / d logits = (onehot(target) - p) / temperature. A position's tokens share the second term; the element of
     a target is computed in fp32 and rounded once, because near p = 1 its two terms all but cancel.
     """
     scaled_m = grad_m.to(part.temperatures_C.dtype) / part.temperatures_C[part.slots]
     per_position_C = torch.zeros_like(part.temperatures_C).index_add_(0, part.slots, scaled_m)
-    passes = _fused(_write_gradient) if compiled else _write_gradient
     if part.columns:
-        passes(part.logits_CV[:, : part.columns], part.temperatures_C, part.logsumexp_C, per_position_C)
-    part.logits_CV[:, part.columns :] = 0
+        real, factors = slice(0, part.columns), (part.temperatures_C, part.logsumexp_C, per_position_C)
+        if part.grad_CV.dtype == part.logits_CV.dtype:
+            passes = _fused(_overwrite_by_gradient) if compiled else _overwrite_by_gradient
+            passes(part.logits_CV[:, real], *factors)
+        else:
+            passes = _fused(_write_gradient) if compiled else _write_gradient
+            passes(part.grad_CV[:, real], part.logits_CV[:, real], *factors)
+    part.grad_CV[:, part.columns :] = 0
     if part.columns:
         leaders = predictions.leaders_M[part.tokens] - part.tokens.start
         same_target_m = torch.zeros_like(scaled_m).index_add_(0, leaders, scaled_m)[leaders]
         at_target_m = same_target_m - per_position_C[part.slots] * part.logprobs.exp()
         # What another rank holds is written to the row that nobody reads: a choice by mask would wait for the device.
-        rows = torch.where(part.is_local, part.slots, part.logits_CV.shape[0])
+        rows = torch.where(part.is_local, part.slots, part.grad_CV.shape[0])
         part.spare_CV.index_put_((rows, part.local_targets), at_target_m.to(part.spare_CV.dtype))
-    return part.logits_CV
+    return part.grad_CV
 
 
-def _write_gradient(logits_CV: Tensor, temperatures_C: Tensor, logsumexp_C: Tensor, per_position_C: Tensor) -> None:
-    """logits <- -per_position x p, in place."""
+def _write_gradient(
+    grad_CV: Tensor, logits_CV: Tensor, temperatures_C: Tensor, logsumexp_C: Tensor, per_position_C: Tensor
+) -> None:
+    """grad <- -per_position x p."""
     scaled_CV = logits_CV.to(temperatures_C.dtype) / temperatures_C[:, None]
-    logits_CV.copy_((scaled_CV - logsumexp_C[:, None]).exp() * -per_position_C[:, None])
+    grad_CV.copy_((scaled_CV - logsumexp_C[:, None]).exp() * -per_position_C[:, None])
+
+
+def _overwrite_by_gradient(
+    logits_CV: Tensor, temperatures_C: Tensor, logsumexp_C: Tensor, per_position_C: Tensor
+) -> None:
+    """The same in place: a compiled pass with one tensor in two arguments would be another one."""
+    _write_gradient(logits_CV, logits_CV, temperatures_C, logsumexp_C, per_position_C)
 
 
 @functools.cache

@@ -58,6 +58,7 @@ class Work:
     recompute: str = "none"  # none | core_attn | full
     compiled: bool = True
     predicting_share: float = 1.0  # of the tokens, those from which a trained token is predicted; 1: the worst case
+    fp32_logits: bool = True  # a chunk's logits in fp32, and their gradient beside them
     reference: bool = False  # a frozen reference model stays beside the policy
     transformer_engine: bool = False  # its layers keep the inputs of their products
 
@@ -231,7 +232,7 @@ def _head(model: Model, layout: Layout, work: Work, tokens: Tokens) -> int:
     predicting = int(work.predicting_share * tokens.inside)
     columns = layout.padded_vocab(model.vocab_size) // layout.tensor
     chunk = min(work.chunk, max(1, predicting))
-    logits = BF16 * (chunk + 1) * columns
+    logits = (BF16 + (FP32 if work.fp32_logits else 0)) * (chunk + 1) * columns
     if not work.compiled:
         logits += EAGER_LOGIT_COPIES * FP32 * chunk * columns
     return row * (tokens.between + 2 * predicting) + max(logits, row * tokens.inside)

@@ -32,4 +32,5 @@ class TrainingSettings:
     overlap_grad_reduce: bool = False
     transformer_engine: bool = False
     random_init_seed: int | None = None  # None: the folder's weights
+    fp32_logits: bool = True  # final logits of bf16 weights in fp32
     seed: int = 0

@@ -54,6 +54,7 @@ class MegatronTrainer:
     Args:
         model_dir: HF folder of the initial policy, also of the reference model where the algorithm needs one.
         random_init_seed: None: the folder's weights; a number: random weights from it.
+        fp32_logits: final logits of bf16 weights in fp32 and not in bf16; the engines must do the same.
         log_dir: of the ranks' logs; None: a temporary folder.
         worker_group_factory: (target, size, kwargs, name) -> WorkerGroup; None: processes on this machine.
     """
@@ -86,6 +87,7 @@ class MegatronTrainer:
         *,
         model_dir: Path | str,
         random_init_seed: int | None = None,
+        fp32_logits: bool = True,
         algorithm: Algorithm,
         seed: int = 0,
         log_dir: Path | str | None = None,
@@ -116,6 +118,7 @@ class MegatronTrainer:
             "overlap_grad_reduce": overlap_grad_reduce,
             "transformer_engine": transformer_engine,
             "random_init_seed": random_init_seed,
+            "fp32_logits": fp32_logits,
             "seed": seed,
         }
         self._algorithm = algorithm
@@ -374,9 +377,7 @@ def _raise_first(method: str, failed: SequenceABC[asyncio.Task[Any]], num_ranks:
     errors = [(call.get_name(), call.exception()) for call in failed]
     agreed = [error for _, error in errors if isinstance(error, SURVIVABLE)]
     if len(agreed) == num_ranks:
-        # A rank that has not the parameter at fault cannot name it.
-        chosen = next((error for error in agreed if "first in ?" not in str(error)), agreed[0])
-        raise _FromEveryRankError(chosen)
+        raise _FromEveryRankError(agreed[0])
     deaths = [(name, error) for name, error in errors if isinstance(error, WorkerDied)]
     name, error = (deaths or errors)[0]
     assert error is not None

@@ -293,6 +293,7 @@ class Training:
             "group": head.setting.group,
             "vocab_start": self.place.tensor * head.output_weight.shape[0],
             "vocab_size": self.config.vocab_size,
+            "fp32_logits": self.settings.fp32_logits,
             "compiled": self.settings.compile and self.device.type == "cuda",
         }
 

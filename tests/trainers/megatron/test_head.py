@@ -7,7 +7,7 @@ import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl360.trainers.logprobs import Predictions
+from rl360.trainers.logprobs import Predictions, backward_through_head, token_logprobs
 from rl360.trainers.megatron.head import HeadPredictions, head_logprobs, head_loss
 from tests.trainers.megatron.head_ranks import CASES, case, check, on_host, run_rank
 
@@ -125,9 +125,81 @@ def test_compiled_passes_equal_plain_ones():
         torch.testing.assert_close(fused, plain)
 
 
+@pytest.mark.parametrize("fp32_logits", [True, False])
+def test_bf16_weights_give_the_torch_trainers_numbers_in_both_modes(fp32_logits):
+    # Multiples of 1/16 up to 60: sums are exact in fp32 whatever their order, and bf16 rounds many of them.
+    generator = torch.Generator().manual_seed(5)
+    hidden, head = (torch.randint(-8, 9, (n, 16), generator=generator).div(4).bfloat16() for n in (11, 61))
+    _, _, temperatures, slots, targets = case(5, positions=11, tokens=9, vocab=61)
+    predictions, plain = on_host(temperatures, slots, targets), Predictions(temperatures, slots, targets)
+    expected = token_logprobs(hidden, head, plain, 4, fp32_logits)
+    other = token_logprobs(hidden, head, plain, 4, not fp32_logits)
+    found = head_logprobs(hidden, head, predictions, 3, fp32_logits=fp32_logits)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
+    assert (found - other).abs().max() > 0.01  # the mode matters
+
+    coefficients = torch.randn(slots.numel(), generator=generator)
+
+    def token_loss(part, logprobs):
+        return coefficients[part] * logprobs.exp()
+
+    expected_grad, head_grad, leaf = torch.zeros(61, 16), torch.zeros(61, 16), hidden.clone().requires_grad_()
+    hidden_grad, entropy = backward_through_head(hidden, head, plain, 4, token_loss, expected_grad, fp32_logits)
+    loss, entropy_sum = head_loss(leaf, head, predictions, 3, token_loss, head_grad, fp32_logits=fp32_logits)
+    loss.backward()
+    assert entropy_sum.item() == pytest.approx(entropy.item(), rel=1e-6)
+    assert head_grad.dtype == torch.float32
+    torch.testing.assert_close(leaf.grad, hidden_grad, atol=1e-3, rtol=0.02)  # bf16's last bits
+    torch.testing.assert_close(head_grad, expected_grad, atol=1e-3, rtol=0.02)
+
+
+def test_the_split_vocabulary_keeps_fp32_logits_and_leaves_padding_alone():
+    # Rows 3 and 4 are padding of other values; logits 20.0625 and 20.1875 are 1/8 apart in fp32, 1/4 in bf16.
+    hidden = torch.tensor([[4.0, 0.25]]).bfloat16()
+    weight = torch.tensor([[5.0, 0.25], [5.0, 0.75], [0.0, 0.0], [9.0, 9.0], [9.0, 9.0]]).bfloat16()
+    predictions = on_host(torch.ones(1), torch.tensor([0, 0]), torch.tensor([0, 1]))
+    for fp32_logits, apart in ((True, 0.125), (False, 0.25)):
+        first, second = head_logprobs(hidden, weight, predictions, 1, vocab_size=3, fp32_logits=fp32_logits).tolist()
+        assert second - first == pytest.approx(apart, abs=1e-6)
+        grad = torch.zeros(5, 2)
+        head_loss(
+            hidden, weight, predictions, 1, lambda _, x: torch.tensor([0.0, 1.0]), grad, vocab_size=3,
+            fp32_logits=fp32_logits,
+        )  # fmt: skip
+        p = 1 / (1 + math.exp(-apart))  # of the second token; the third has e^-20
+        assert grad[:2, 0].tolist() == pytest.approx([-4 * (1 - p), 4 * (1 - p)], rel=0.01)
+        assert (grad[3:] == 0).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_on_cuda_in_bf16_without_waiting_for_the_device(compiled):
+def test_on_cuda_fp32_logits_are_those_of_fp64_and_rounded_ones_are_not(compiled):
+    hidden, head, temperatures, slots, targets = case(2, 50, 20, 2001, width=64, dtype=torch.float32)
+    hidden, head = (2 * hidden).bfloat16(), head.bfloat16()  # logits of up to 70
+    plain = Predictions(temperatures, slots, targets)
+    expected = token_logprobs(hidden.double(), head.double(), plain, 1000)
+    predictions = HeadPredictions.of(temperatures.numpy(), slots.numpy(), targets.numpy(), "cuda")
+    weight = torch.zeros(2048, 64, dtype=torch.bfloat16, device="cuda")
+    weight[:2001] = head.cuda()
+    far = {}
+    for fp32_logits in (True, False):
+        arguments = {"vocab_size": 2001, "compiled": compiled, "fp32_logits": fp32_logits}
+        found = head_logprobs(hidden.cuda(), weight, predictions, 16, **arguments)
+        far[fp32_logits] = (found.cpu() - expected).abs().max().item()
+        seen = []
+        head_loss(
+            hidden.cuda(), weight, predictions, 16, lambda _, x, seen=seen: seen.append(x) or torch.zeros_like(x),
+            torch.zeros(2048, 64, device="cuda"), **arguments,
+        )  # fmt: skip
+        assert torch.equal(torch.cat(seen), found)
+    assert far[True] < 2e-4
+    assert far[False] > 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp32_logits", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_cuda_in_bf16_without_waiting_for_the_device(compiled, fp32_logits):
     hidden, head, temperatures, slots, targets = case(1, 50, 20, 2001, width=64, dtype=torch.float32)
     head /= 8
     coefficients = torch.randn(slots.numel(), generator=torch.Generator().manual_seed(0))
@@ -147,7 +219,7 @@ def test_on_cuda_in_bf16_without_waiting_for_the_device(compiled):
     def run():
         return head_loss(
             on_device, weight, predictions, 16, lambda t, x: coefficients[t] * x.exp(), head_grad,
-            vocab_size=2001, compiled=compiled,
+            vocab_size=2001, compiled=compiled, fp32_logits=fp32_logits,
         )  # fmt: skip
 
     run()  # compiles

@@ -122,10 +122,13 @@ def test_a_gpu_by_hand():
     activations = 2 * layer + 4 * 4 * 10 + (2 * 8 + 4) * 10  # angles; the last norm's input and 1 / rms
     # Backward of SwiGLU: four times its width in bf16, and two gradients of the residual stream.
     backward = {"activations": activations, "one layer's backward": 4 * 2 * 12 * 10 + 2 * (2 * 8 * 10)}
-    # Hidden states, those that predict (all) and their gradient; 4 + 1 rows of logits, 128 columns, in bf16.
-    head = {"activations": activations, "head": 3 * (2 * 8 * 10) + 2 * 5 * 128}
+    # Hidden states, those that predict (all) and their gradient; 4 + 1 rows of logits, 128 columns, in fp32, and of
+    # their gradient in bf16.
+    head = {"activations": activations, "head": 3 * (2 * 8 * 10) + (4 + 2) * 5 * 128}
     assert stage.moments["backward pass of the last layer"] == {**backward, "cuBLAS": CUBLAS_BYTES}
     assert stage.moments["head"] == {**head, "cuBLAS": CUBLAS_BYTES}
+    (rounded,) = forecast_stages(TINY, layout, replace(work, fp32_logits=False))  # the gradient overwrites them
+    assert rounded.moments["head"]["head"] == 3 * (2 * 8 * 10) + 2 * 5 * 128
     assert stage.fullest == "head"
     assert stage.allocated == sum(stage.static.values()) + sum(head.values()) + CUBLAS_BYTES
     # Communicators: data, data with context, and all ranks.

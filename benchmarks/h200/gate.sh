@@ -50,8 +50,10 @@ done
 finish
 recounts "${names[@]}"
 pack "$out/gate.tgz" "${names[@]}"
-for seed in "${seeds[@]}"; do
-    python3 benchmarks/same_setup.py "$work/torch-$seed/resolved.yaml" "$work/megatron-$seed/resolved.yaml"
-done
+status=0
 python3 benchmarks/curves.py --arm 'torch + embedded' "${torch_runs[@]}" --arm 'Megatron + SGLang' "${megatron_runs[@]}" \
-    --out "$out/gate"
+    --out "$out/gate" || status=1
+for seed in "${seeds[@]}"; do
+    python3 benchmarks/same_setup.py "$work/torch-$seed/resolved.yaml" "$work/megatron-$seed/resolved.yaml" || status=1
+done
+exit $status

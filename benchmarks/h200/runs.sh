@@ -80,6 +80,7 @@ pack() {
 recounts() {
     local name
     for name in "$@"; do
+        [ -d "$work/$name" ] || continue
         timeout 60 python3 -m rl360.diagnostics.recount "$work/$name" > "$work/$name/recount.txt" 2>&1 || true
     done
 }

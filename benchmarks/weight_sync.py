@@ -109,6 +109,8 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         num_bytes = sum(p.numel() * p.element_size() for p in trainer.decoder.parameters())
         sync = FleetSync(fleet, _transport(arguments, device), _make_engine)
         rows = []
+        for url in urls:
+            _view(url)  # the first request compiles kernels for longer than a pause waits
         for number in range(arguments.syncs + 1):  # the first makes groups and compiles the hash's kernel
             version = trainer.step()
             with _Load(urls, arguments.requests) as load:

@@ -25,12 +25,15 @@ EMBEDDED = (sys.executable, "-m", "rl360.gateway.embedded.serve")
 WATCH = WatchSettings(
     start_timeout_s=60, health_interval_s=0.3, health_timeout_s=1.0, health_failures=2, max_restarts=2, grace_s=5
 )
-# A server of a few lines, for what has nothing to do with an engine: answers everything with {}.
+# A server of a few lines, for what has nothing to do with an engine: answers with {}, and a request with two tokens.
 PLAIN = """
 import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers(); self.wfile.write(b"{}")
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200); self.end_headers(); self.wfile.write(b'{"output_ids": [1, 2]}')
     def log_message(self, *args): pass
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
@@ -174,6 +177,31 @@ def test_a_start_has_a_deadline(start: Callable[..., Fleet], tmp_path: Path) -> 
             plain_flags(tmp_path, "print('thinking')\nimport time\ntime.sleep(60)"),
             watch=replace(WATCH, start_timeout_s=1),
         )
+
+
+def test_a_server_is_ready_when_it_has_generated_and_not_before(start: Callable[..., Fleet], tmp_path: Path) -> None:
+    """The first request compiles for half a minute; a sync that meets it would take the server for a hung one."""
+    slow = PLAIN.replace("def do_POST(self):", "def do_POST(self):\n        import time; time.sleep(1.5)")
+    began = time.monotonic()
+    assert len(start(plain_flags(tmp_path, slow)).serving()) == 1
+    assert time.monotonic() - began > 1.5
+    with pytest.raises(InfrastructureError, match="not ready after 3 s"):
+        start(plain_flags(tmp_path, slow.replace("1.5", "30")), watch=replace(WATCH, start_timeout_s=3))
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [(500, b"kernel image missing", "HTTP 500 kernel image missing"), (200, b"{}", "output_ids")],
+)
+def test_a_server_that_generates_nothing_cannot_start(
+    start: Callable[..., Fleet], tmp_path: Path, status: int, body: bytes, said: str
+) -> None:
+    broken = PLAIN.replace(
+        """send_response(200); self.end_headers(); self.wfile.write(b'{"out""",
+        f"""send_response({status}); self.end_headers(); self.wfile.write({body!r}); 0 and (b'{{"out""",
+    )
+    with pytest.raises(InfrastructureError, match=f"generates nothing: .*{said}"):
+        start(plain_flags(tmp_path, broken))
 
 
 def test_a_key_is_not_in_the_log(start: Callable[..., Fleet], tmp_path: Path) -> None:

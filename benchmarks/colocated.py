@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -203,7 +204,15 @@ def main(arguments: Sequence[str] | None = None, sampler: Callable[[], Sequence[
 def _nvidia_smi() -> Sequence[str] | None:
     if shutil.which("nvidia-smi") is None:
         return None
-    return ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", str(SAMPLE_MS))
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (
+        "nvidia-smi",
+        *(("-i", mine) if mine else ()),
+        "--query-gpu=memory.used",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        str(SAMPLE_MS),
+    )
 
 
 if __name__ == "__main__":

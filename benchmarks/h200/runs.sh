@@ -55,7 +55,7 @@ finish() {
 # sample_gpus FILE: memory (MiB) and use of every GPU, four times a second, until the script ends.
 sample_gpus() {
     command -v nvidia-smi > /dev/null || return 0
-    nvidia-smi --query-gpu=timestamp,index,memory.used,utilization.gpu --format=csv,noheader,nounits -lms 250 > "$1" &
+    nvidia-smi ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} --query-gpu=timestamp,index,memory.used,utilization.gpu --format=csv,noheader,nounits -lms 250 > "$1" &
     background+=($!)
 }
 

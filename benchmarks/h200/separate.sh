@@ -9,6 +9,7 @@
 #
 # Attempts of up to three turns (write, look at the public examples, repair), whose lengths differ: a synchronous loop waits
 # for the longest of each iteration. All three use the algorithm for stale samples, which does nothing to fresh ones.
+# With RL360_PAIRS="0,1 2,3" (four GPUs) the first two run side by side, each with its pair and its half of the cores.
 source "$(dirname "$0")/runs.sh"
 iterations=${1:-12}
 staleness=${2:-1}
@@ -29,13 +30,23 @@ else
     together+=(trainer.num_gpus=2 rollout.sglang.num_servers=2)
     apart+=(trainer.num_gpus=1 rollout.sglang.num_servers=1)
 fi
-cores=0-$(($(nproc --all) - 1))
+read -ra pairs <<< "${RL360_PAIRS:-}"
+all=$(nproc --all) cores=0-$(($(nproc --all) - 1))
+on_pair() {
+    [ ${#pairs[@]} -lt 2 ] && return
+    cores=$(($1 * all / 2))-$((($1 + 1) * all / 2 - 1))
+    program=(env "CUDA_VISIBLE_DEVICES=${pairs[$1]}" python3 -m rl360.cli run)
+}
+between() { [ ${#pairs[@]} -ge 2 ] || finish; }
 sample_gpus "$out/gpus.csv"
 # The pair that the prediction needs comes first, in case that the time ends.
+on_pair 0
 begin onpolicy "$cores" "${common[@]}" "${apart[@]}" rollout.max_staleness=0
-finish
+between
+on_pair 1
 begin ahead "$cores" "${common[@]}" "${apart[@]}" "rollout.max_staleness=$staleness"
 finish
+on_pair 0
 begin colocated "$cores" "${common[@]}" "${together[@]}" rollout.max_staleness=0
 finish
 names=(colocated onpolicy ahead)

@@ -31,11 +31,12 @@ else
     small=(model=smollm2_135m "model.path=$RL360_MODELS/smollm2_135m" tasks=overfit32 tasks_per_iteration=16 group_size=4
         rollout.max_new_tokens=96 trainer.max_tokens_per_gpu=8192)
 fi
-cores=0-15 names=()
+cores=$(taskset -pc $$ | sed 's/.*: //') names=()
+gpu=${CUDA_VISIBLE_DEVICES:-0}
 for part in "${parts[@]}"; do
     program=(python3 benchmarks/colocated.py --out "$out/colocated-$part.json")
     case $part in
-        fail) begin fail $cores "${common[@]}" "${big[@]}" iterations=1 'rollout.sglang.devices=[0]' ;;
+        fail) begin fail $cores "${common[@]}" "${big[@]}" iterations=1 "rollout.sglang.devices=[${gpu%%,*}]" ;;
         run) begin run $cores "${common[@]}" "${big[@]}" iterations=3 rollout.sglang.colocated=true ;;
         canary) begin canary $cores "${common[@]}" "${small[@]}" iterations=5 rollout.sglang.colocated=true \
             trainer.learning_rate=0 mismatch.stop=true ;;

@@ -4,14 +4,16 @@
     python benchmarks/h200/record_sglang.py --model FOLDER --extra "FLAGS" --logs DIR --out FILE    starts one itself
 
 In: a server that nobody else uses. Out: a list of {call, request, status, s, reply, situation}, in the order of the
-calls; `situation` says what went on meanwhile, `used_mib` what the GPUs had in use around a change of memory. The last
-calls leave the server unusable, which is part of the record. Reading from a URL needs only the standard library.
+calls; `situation` says what went on meanwhile, `used_mib` what the GPUs had in use around a change of memory (by
+whomever). The last calls leave the server unusable, which is part of the record; it ends when nobody answers. Folders
+of the machine are named MODEL and SITE. Reading from a URL needs only the standard library.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from typing import Any
 TIMEOUT_S = 120
 SETTLE_S = 1.0  # for running requests to be really running
 CODE_BLOCK = r"```[^\n]*\n[\s\S]*?\n```"
+PACKAGES = re.compile(r"/[^\s\"']*(?=/(?:sglang|torch|transformers|fastapi|starlette|uvicorn)/)")
 PROMPT = [1, 40, 198, 28, 253, 167]  # any ids will do
 GREEDY = {"max_new_tokens": 4, "temperature": 0.0}
 SAMPLED = {"max_new_tokens": 4, "temperature": 1.0}
@@ -55,7 +58,6 @@ IDLE: list[tuple[str, str, dict[str, Any] | None]] = [
     ("GET", "/model_info", None),
     ("POST", "/weights_checker", {"action": "checksum"}),
     ("POST", "/weights_checker", {"action": "no_such_action"}),
-    ("POST", "/get_weights_by_name", {"name": "model.norm.weight", "truncate_size": 4}),
     ("POST", "/destroy_weights_update_group", {"group_name": "no_such_group"}),
     ("POST", "/init_weights_update_group", {"master_address": "127.0.0.1"}),
     ("GET", "/no_such_path", None),
@@ -123,7 +125,9 @@ class Recorder:
             self.call(method, path, body, "memory changes hands")
         for method, path, body in FATAL:
             self.call(method, path, body, "last")
-        return self._found
+            if path == "/health" and self._found[-1]["status"] == 0:
+                break  # a call to nobody says nothing
+        return [without_folders(row, self._model) for row in self._found]
 
     def _paused(self, mode: str) -> None:
         """A pause under two running requests, with one that comes later; what works meanwhile, and for how long."""
@@ -181,6 +185,15 @@ def send(url: str, method: str, body: dict[str, Any] | None) -> tuple[int, Any]:
         return error.code, decoded(error.read())
     except OSError as error:
         return 0, repr(error)
+
+
+def without_folders(value: Any, model: str) -> Any:
+    """The same with MODEL for the model's folder, and SITE for where Python's packages lie, in every text."""
+    if isinstance(value, dict):
+        return {key: without_folders(part, model) for key, part in value.items()}
+    if isinstance(value, list):
+        return [without_folders(part, model) for part in value]
+    return PACKAGES.sub("SITE", value.replace(model, "MODEL")) if isinstance(value, str) else value
 
 
 def shortened(body: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -277,7 +277,8 @@ class TorchTrainer:
         self._offloader.onload()
 
     def close(self) -> None:
-        """Let go of weights and moments."""
+        """Let go of weights and moments, and of the host's memory for them."""
+        self._offloader.close()
         self._decoder = self._reference = self._optimizer = None
 
 

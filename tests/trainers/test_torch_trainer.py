@@ -378,3 +378,5 @@ def test_offload_and_onload_change_nothing_but_where_the_memory_is(folder):
     assert found == expected
     pairs = zip(moved.decoder.parameters(), straight.decoder.parameters(), strict=True)
     assert all(torch.equal(mine, other) for mine, other in pairs)
+    moved.close()
+    assert moved._offloader.host_bytes == 0

@@ -113,7 +113,7 @@ class MegatronRank:
         return await self._run(lambda: self._saver().restore(folder))
 
     async def offload(self) -> None:
-        """Move weights and optimizer state to pinned host memory, give the GPU's back; until `onload` nothing runs."""
+        """Move weights and optimizer state to host memory, give the GPU's back; until `onload` nothing runs."""
         await self._run(lambda: self.training.offload())
 
     async def onload(self) -> None:
@@ -156,6 +156,8 @@ class MegatronRank:
     def _leave(self) -> None:
         from torch import distributed
 
+        if self._training is not None:
+            self._training.close()
         self._training = None
         if distributed.is_initialized():
             distributed.destroy_process_group()

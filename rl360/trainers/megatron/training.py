@@ -227,6 +227,10 @@ class Training:
         """Undo `offload`."""
         self._offloader.onload()
 
+    def close(self) -> None:
+        """Give the host's memory for an offload back."""
+        self._offloader.close()
+
     # ---- parts of a step
 
     def _works(self, micro_batches: SequenceABC[MicroBatch]) -> list[Work]:

@@ -13,7 +13,6 @@ from rl360.config.schemas import MegatronTrainerConfig
 from rl360.errors import ConfigError, InfrastructureError, RL360Error
 from rl360.models.megatron.layout import Layout
 from rl360.trainers.megatron.trainer import MegatronTrainer
-from rl360.trainers.offload import Offloader
 from tests.trainers.helpers import random_batch, tiny_folder
 from tests.trainers.megatron.group import make_trainer
 
@@ -77,21 +76,6 @@ def test_offload_and_onload_change_nothing_but_where_the_memory_is(ranks, folder
         trainer.onload()
     assert found == expected
     assert all(torch.equal(weights[name], value) for name, value in ranks.weights().items())
-
-
-def test_offloaded_storages_are_empty_and_their_views_come_back():
-    whole = torch.arange(12.0)
-    view, scratch = whole[4:8].view(2, 2), torch.ones(5)
-    offloader = Offloader()
-    assert offloader.offload(keep=[view, whole], drop=[scratch]) == (12 + 5) * 4
-    assert whole.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0
-    offloader.onload()
-    assert view.tolist() == [[4, 5], [6, 7]]
-    assert whole.tolist() == list(range(12))
-    assert scratch.tolist() == [0.0] * 5
-    offloader.offload([whole], [])  # again, with the same host memory
-    offloader.onload()
-    assert whole.sum() == 66
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -202,6 +203,27 @@ def test_a_server_that_generates_nothing_cannot_start(
     )
     with pytest.raises(InfrastructureError, match=f"generates nothing: .*{said}"):
         start(plain_flags(tmp_path, broken))
+
+
+def test_a_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None:
+    (tmp_path / "logs" / "sglang-1.log").mkdir(parents=True)
+    fleet = Fleet(launches(plain_flags(tmp_path), 2, 0, []), tmp_path / "logs", WATCH)
+    with pytest.raises(InfrastructureError, match=r"engine_start: server 1: .*Is a directory"):
+        fleet.start()
+
+
+def test_a_full_disk_in_a_bring_up_costs_one_restart(start: Callable[..., Fleet], tmp_path: Path) -> None:
+    fleet = start(plain_flags(tmp_path))
+    problems = [OSError(errno.ENOSPC, "No space left on device")]
+
+    def bring_up(url: str) -> None:
+        if problems:
+            raise problems.pop()
+
+    fleet.bring_up = bring_up
+    fleet.leave(fleet.urls()[0], "a test")
+    eventually(lambda: not problems and fleet.serving() == fleet.urls())
+    assert fleet.restarts() == 2
 
 
 def test_a_key_is_not_in_the_log(start: Callable[..., Fleet], tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ class EmbeddedEngine:
                 raise ValueError("The engine is closed.")
             if self.released:
                 raise ValueError(f"The engine has released its memory: {', '.join(sorted(self.released))}.")
+            request.after_pause = self._paused
             self._waiting.append(request)
             self._wake.notify_all()
         return request
@@ -247,7 +248,7 @@ class EmbeddedEngine:
             with self._wake:
                 self._paused = True
             if mode == "abort":
-                self.abort(None, "Aborted by pause_generation.")
+                self.abort(None)
             elif mode == "retract":
                 self._retract_all()
 
@@ -292,9 +293,11 @@ class EmbeddedEngine:
             raise ValueError(f"The engine has released its memory: {', '.join(sorted(self.released))}.")
         with self._wake:
             self._paused = False
+            for request in self._waiting:
+                request.after_pause = False
             self._wake.notify_all()
 
-    def abort(self, rid: str | None, message: str = "Aborted by abort_request.") -> int:
+    def abort(self, rid: str | None, message: str = "Aborted") -> int:
         """End one request, or all with None; they keep what they have generated. Returns how many there were."""
         with self._hold():
             with self._wake:
@@ -310,9 +313,14 @@ class EmbeddedEngine:
             return len(chosen)
 
     def flush(self) -> bool:
-        """Forget cached sequences. False, and nothing done, while requests run or wait for a row."""
+        """Forget cached sequences. False, and nothing done, while requests run or wait for a row.
+
+        Requests that came during a pause do not count; those that a pause has retracted do.
+        """
         with self._hold():
-            if self._running or (self._waiting and not self._paused):
+            with self._wake:
+                waiting = any(not request.after_pause for request in self._waiting)
+            if self._running or waiting:
                 return False
             self._cache.forget()
             self._cache.release()

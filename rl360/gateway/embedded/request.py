@@ -32,6 +32,7 @@ class Request:
     computed: int = 0  # tokens whose keys and values are in the cache
     cached_tokens: int = 0  # prompt tokens that were not computed for this request, at its first start
     started: bool = False
+    after_pause: bool = False  # it came during a pause that has not ended: only then is it in the scheduler's hands
     retractions: int = 0
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -95,7 +96,7 @@ class Request:
             "prompt_tokens": self.prompt_tokens,
             "weight_version": str(version),
             "weight_versions": self.version_spans(),
-            "total_retractions": self.retractions,
+            "num_retractions": self.retractions,
             "completion_tokens": num_tokens,
             "cached_tokens": self.cached_tokens,
             "e2e_latency": time.perf_counter() - self.created_s,

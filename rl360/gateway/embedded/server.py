@@ -5,8 +5,8 @@ codes and error bodies. What is computed is left to the engine. The event loop n
 which do, run on helper threads, so that /health answers at once whatever the engine is doing.
 
 Differs from SGLang on purpose: /health does not generate (a paused engine is alive), `abort_request` takes a whole rid
-and not a prefix, `meta_info.weight_versions` is there (SGLang has it from 0.5.20), and an unknown sampling parameter is
-an error.
+and not a prefix, `meta_info.weight_versions` is there (SGLang has it from 0.5.20), an unknown sampling parameter is
+400 and not 500, and what a malformed weight call does is 400 and not the end of the server.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class EngineServer:
         while not flushed and time.monotonic() < deadline:
             await asyncio.sleep(FLUSH_POLL_S)
             flushed = await asyncio.to_thread(self.engine.flush)
-        text = "Cache flushed." if flushed else "Not flushed: there are running or waiting requests."
+        text = "Cache flushed." if flushed else "Flush cache failed."
         return web.Response(text=text + "\n", status=200 if flushed else 400)
 
     async def _pause(self, http: web.Request) -> web.Response:
@@ -252,10 +252,9 @@ class EngineServer:
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _abort(self, http: web.Request) -> web.Response:
+        """A rid that nobody has, the empty one too, is no error: the request may have ended meanwhile."""
         body = await _json(http)
-        if not body.get("abort_all") and not body.get("rid"):
-            raise ValueError("Either rid or abort_all is needed.")
-        await asyncio.to_thread(self.engine.abort, None if body.get("abort_all") else str(body["rid"]))
+        await asyncio.to_thread(self.engine.abort, None if body.get("abort_all") else str(body.get("rid") or ""))
         return web.Response(status=200)
 
     async def _update_weights(self, http: web.Request) -> web.Response:
@@ -272,6 +271,8 @@ class EngineServer:
             result = {"success": False, "message": str(error), "num_paused_requests": 0}
             return web.json_response(result, status=400)
         message = "Succeeded to update model weights."
+        if number is not None:
+            message += f" Weight version updated to {number}."
         return web.json_response({"success": True, "message": message, "num_paused_requests": 0})
 
     def _weight_call(self, call: Callable[[dict[str, Any]], str]) -> Handler:
@@ -299,18 +300,21 @@ class EngineServer:
 
     async def _check_weights(self, http: web.Request) -> web.Response:
         body = await _json(http) if http.can_read_body else {}
-        return web.json_response(await asyncio.to_thread(self._weights.checksums, body))
+        try:
+            return web.json_response(await asyncio.to_thread(self._weights.checksums, body))
+        except ValueError as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
 
     async def _release_memory(self, http: web.Request) -> web.Response:
         """A busy engine refuses, where SGLang's scheduler would die."""
         body = await _json(http) if http.can_read_body else {}
         await asyncio.to_thread(self.engine.release_memory, body.get("tags"))
-        return web.Response(status=200)
+        return web.json_response(None)
 
     async def _resume_memory(self, http: web.Request) -> web.Response:
         body = await _json(http) if http.can_read_body else {}
         self.engine.resume_memory(body.get("tags"))
-        return web.Response(status=200)
+        return web.json_response(None)
 
 
 @web.middleware

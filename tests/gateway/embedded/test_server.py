@@ -244,7 +244,7 @@ async def test_what_is_not_supported_is_refused(server):
         assert status == 400, changes
         assert reply["error"]["message"]
     assert (await call(server.url, "/pause_generation", {"mode": "gently"}))[0] == 400
-    assert (await call(server.url, "/abort_request", {}))[0] == 400
+    assert (await call(server.url, "/abort_request", {}))[0] == 200  # nobody is meant, and nobody ended
     async with aiohttp.ClientSession() as session, session.post(server.url + "/generate", data=b"{") as response:
         assert response.status == 400
 

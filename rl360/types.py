@@ -254,6 +254,11 @@ class Group:
         versions = [v for a in self.attempts if (v := a.oldest_version) is not None]
         return min(versions) if versions else None
 
+    @property
+    def newest_version(self) -> int | None:
+        versions = [span.version for a in self.attempts for s in a.segments for span in s.version_spans]
+        return max(versions) if versions else None
+
 
 @dataclass(frozen=True, slots=True)
 class Keep:

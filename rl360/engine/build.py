@@ -11,7 +11,8 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def build(
         engine_urls, sync = make_engines(config, run_dir, trainer, stack)
         sync.sync(trainer, trainer.version)  # servers that run already may hold other weights than a resumed trainer
         gateway = make_gateway(config, run_dir, engine_urls)
-        sync.on_change(lambda urls: asyncio.run(gateway.set_engines(urls)))
+        sync.on_change(lambda urls: _in_a_loop_of_its_own(gateway.set_engines(urls)))
         sync.hold_requests_at(gateway)
         rollout = make_rollout(config, run_dir, run_id, gateway, events)
         stack.callback(rollout.close)
@@ -83,6 +84,13 @@ def build(
         loggers = {name: _make(config, entry, **entry.kwargs) for name, entry in config.logger.items()}
         counts = GatewayCounts(lambda: asyncio.run(gateway.counts()))
         yield Components(trainer, algorithm, rollout, sync, loggers, counts, engine_urls)
+
+
+def _in_a_loop_of_its_own(call: Coroutine[Any, Any, None]) -> None:
+    """Run to its end, wherever this is called from: a server's thread, or a sync's event loop that drops an engine."""
+    thread = threading.Thread(target=asyncio.run, args=(call,), name="serving-set")
+    thread.start()
+    thread.join()
 
 
 def model_dir(config: RootConfig) -> Path:

@@ -18,7 +18,7 @@ from rl360.engine.metrics import outcome_metrics, rollout_metrics
 from rl360.engine.mismatch import MismatchWatch
 from rl360.engine.record import RunRecord, outcome_of
 from rl360.engine.state import CheckpointStore, RunState
-from rl360.errors import Interrupted, TooManyFailures
+from rl360.errors import EngineError, Interrupted, TooManyFailures
 from rl360.protocols import Algorithm, Rollout, Trainer, Watchdog, WeightSync
 from rl360.rollout.admission import admitted_before
 from rl360.rollout.specs import group_spec
@@ -43,7 +43,8 @@ class LoopSettings:
     max_masked_share: float  # of an iteration's attempts; more end the run
     evaluate_every: int  # 0: never
     evaluate_at_start: bool
-    checkpoint_every: int  # 0: only at the end
+    checkpoint_every: int  # 0: none between the first iteration and the last
+    checkpoint_at_end: bool = True  # after the last iteration
 
 
 @dataclass(slots=True)
@@ -176,10 +177,20 @@ class TrainingLoop:
                 continue
 
     def decide(self, groups: Sequence[Group]) -> tuple[list[Outcome], list[Group]]:
-        """One outcome for every attempt: masked, stale, filtered by a rule, or trained."""
+        """One outcome for every attempt: masked, stale, filtered by a rule, or trained.
+
+        Raises EngineError `weight_version` for tokens of a version that the trainer has not reached: whoever sampled
+        them does not hold what it says, and their staleness is not known.
+        """
         outcomes: list[Outcome] = []
         kept: list[Group] = []
         for group in groups:
+            if (newest := group.newest_version) is not None and newest > self.state.version:
+                raise EngineError(
+                    "weight_version",
+                    f"an engine says that it sampled tokens of group {group.spec.group_id} under version {newest}; the "
+                    f"trainer's is {self.state.version}. Does somebody else give this engine weights?",
+                )
             oldest = group.oldest_version
             stale = oldest is not None and self.state.version - oldest > self.settings.max_staleness
             decision = self.algorithm.keep(group)
@@ -286,10 +297,11 @@ class TrainingLoop:
             self.record.forget_before(done.state.iteration, done.state.last_evaluated)
 
     def leave_resumable(self) -> None:
-        """Close open tries in the ledger and save where the run stands."""
+        """Close open tries in the ledger and save where the run stands, unless it is to keep nothing of that."""
         open_tries = self.rollout.drain()
         self.record.abandoned(open_tries, self.rollout.state()["finished"], finished=self.finished)
-        if self.checkpointed_at != self.state.iteration:
+        wanted = self.settings.checkpoint_at_end or (self.settings.checkpoint_every > 0 and not self.finished)
+        if wanted and self.checkpointed_at != self.state.iteration:
             self.checkpoint(last=True)
         with self.watchdog.stage("checkpoint"):
             self.checkpoints.wait()

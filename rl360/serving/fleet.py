@@ -175,9 +175,11 @@ class Fleet:
                     pass
                 try:
                     why = self._one_life(server, first)
-                except RL360Error as error:
+                except (RL360Error, OSError) as error:  # OSError: a log or weights that cannot be written
                     why = str(error)
                     if first:
+                        if isinstance(error, OSError):
+                            error = InfrastructureError("engine_start", f"server {index}: {why}")
                         server.failure = error
                         return
                 finally:

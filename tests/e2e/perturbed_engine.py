@@ -1,10 +1,13 @@
 """The embedded engine as a server that is wrong on purpose: PERTURB=temperature samples at another one, PERTURB=weights
-says that it loads new weights and keeps the old ones."""
+says that it loads new weights and keeps the old ones, PERTURB=dies is killed while weights arrive, once in a run and
+not before it has had the first step's."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from rl360.gateway.embedded import sampling, serve
@@ -24,6 +27,20 @@ def main() -> int:
         sampling.SamplingParams.from_json = staticmethod(tampered)  # type: ignore[method-assign, assignment]
     elif kind == "weights":
         EmbeddedEngine.copy_weights = lambda engine, named: None  # type: ignore[method-assign]
+    elif kind == "dies":
+        copy = EmbeddedEngine.copy_weights
+
+        def killed(engine: EmbeddedEngine, named: Any) -> None:
+            if engine.version >= 1:
+                try:
+                    Path(os.environ["PERTURB_ONCE"]).touch(exist_ok=False)
+                except FileExistsError:
+                    pass
+                else:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            copy(engine, named)
+
+        EmbeddedEngine.copy_weights = killed  # type: ignore[method-assign]
     return serve.main()
 
 

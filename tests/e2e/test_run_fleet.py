@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -75,6 +76,24 @@ def test_a_server_that_is_killed_in_a_run_is_replaced_and_nothing_is_lost(tiny_l
     log = (out / "logs" / "driver.log").read_text()
     assert "server 0 is started again" in log
     assert processes(str(tmp_path), "rl360.gateway.embedded.serve") == []
+
+
+@pytest.mark.parametrize("sync", ["ipc", "nccl"])
+def test_a_server_that_is_killed_as_weights_arrive_costs_nothing(sync, tiny_llama_dir, tmp_path):
+    """It leaves the serving set while the synchronisation is running, and the gateway is told from in there."""
+    out = tmp_path / "run"
+    words = arguments(tiny_llama_dir, out, sync, "rollout.sglang.num_servers=2", "iterations=4")
+    done = subprocess.run(
+        [word.replace("rl360.gateway.embedded.serve", "tests.e2e.perturbed_engine") for word in words],
+        env={**environment(tmp_path), "PERTURB": "dies", "PERTURB_ONCE": str(tmp_path / "once")},
+        capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "once").exists()
+    assert re.search(r"version 2: without http://[\d.:]+, being replaced", (out / "logs" / "driver.log").read_text())
+    assert all(row["mismatch/logprob_diff_mean"] < 1e-4 for row in metrics(out))
+    assert json.loads((out / "summary.json").read_text())["attempts"]["masked"] == 0
+    assert recount(out).problems == []
 
 
 def processes(folder: str, module: str) -> list[int]:

@@ -11,7 +11,7 @@ from rl360.algorithms.grpo import GRPO
 from rl360.engine.evaluation import summarize
 from rl360.engine.loop import LoopSettings, TrainingLoop
 from rl360.engine.state import RunState
-from rl360.errors import TooManyFailures
+from rl360.errors import EngineError, TooManyFailures
 from rl360.types import Group, GroupSpec, OutcomeKind, Sampling, Stop, Update
 from tests.engine.records import make_attempt, make_spec
 
@@ -111,6 +111,15 @@ def test_old_groups_are_stale_beyond_the_bound():
     outcomes, kept = loop.decide([group(0.0, 1.0)])
     assert {o.kind for o in outcomes} == {OutcomeKind.STALE}
     assert kept == []
+
+
+def test_tokens_of_a_version_that_does_not_exist_end_the_run():
+    """Their staleness would be negative, which is below every bound."""
+    loop = loop_with(max_staleness=3)
+    version = group(0.0).oldest_version
+    loop.state = RunState(version=version - 1)
+    with pytest.raises(EngineError, match=rf"under version {version}; the trainer's is {version - 1}"):
+        loop.decide([group(0.0, 1.0)])
 
 
 def test_too_many_failures_end_the_run_with_everything_written_down():

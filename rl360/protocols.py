@@ -149,7 +149,9 @@ class PendingSave(Protocol):
 class Trainer(Protocol):
     """Driver side of the trainer. `version` starts at 0 and grows by one with each step.
 
-    One that can write while it trains also has `begin_save(folder) -> PendingSave | None` (None: complete already).
+    One that can write while it trains also has `begin_save(folder) -> PendingSave | None` (None: complete already). One
+    that shares GPUs with engines (rl360.weight_sync.colocated) has `offload` and `onload`, which give up and take back
+    its memory there, and `trim`, which gives up what only its next step needs.
     """
 
     version: int

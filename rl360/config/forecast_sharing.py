@@ -7,7 +7,7 @@ lines for `rl360 check`, problems and warnings, bytes of host memory. Left to ot
 A phase is a stretch of an iteration in which nothing changes hands (rl360.weight_sync.colocated has the order):
 
     steps         the trainer at its peak beside an engine that gave KV cache and weights away
-    weights load  the engine has its weights again; the trainer still has all that its allocator took, and buckets
+    weights load  the engine has its weights again; the trainer gave back what its step took, and has buckets
     rollout       the engine at its fullest; of the trainer only what cannot leave
 
 Without the hand-over both sides are there at once, in one phase.
@@ -64,7 +64,6 @@ class ServingForecast:
     trainer: TrainerOnGpu | None
     phases: tuple[Phase, ...]
     host: Mapping[str, int]  # memory of the machine, for servers and for a trainer that has left its GPUs
-    host_exact: int  # of a trainer that has left, without rounding
     capacity: int
     assumed: bool  # nobody could be asked for the card's memory
     num_cards: int | None  # of this machine; None: unknown
@@ -154,8 +153,6 @@ class ServingForecast:
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         host = [f"host memory: {_named(self.host)}"] if self.host else []
-        if self.host_exact:
-            host[0] += f"; of the trainer's {_gib(self.host_exact)} are values, the rest PyTorch's powers of two"
         return [head, *table, *host]
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,14 +201,13 @@ def serving_forecast(
     taken = 0 if trainer is None else trainer.left if colocated else trainer.at_start
     engine = forecast_engine(Server.of(config, model), card, taken)
     host = {"servers": settings.num_servers * (settings.tensor_parallel_size * RANK_BYTES + SERVER_HOST_BYTES)}
-    exact = 0
     if colocated:
-        host["offloaded_trainer"], exact = host_bytes(config, model)
+        host["offloaded_trainer"] = host_bytes(config, model)
     # A server opens the trainer's memory on the GPU of the rank that sends, and keeps a context there.
     others = settings.num_servers * settings.tensor_parallel_size - 1
     peers = others * PEER_CONTEXT_BYTES if trainer is not None and config.rollout.sync == "ipc" else 0
     phases = _phases(config, engine, trainer, card, peers)
-    return ServingForecast(config, engine, trainer, phases, host, exact, card, capacity is None, num_cards)
+    return ServingForecast(config, engine, trainer, phases, host, card, capacity is None, num_cards)
 
 
 def server_gpus(config: RootConfig, num_cards: int | None = None) -> list[int]:
@@ -249,10 +245,10 @@ def _phases(
             phases.append(Phase(PHASE_LOAD, idle, doubt))
         return tuple(phases)
     buckets = BUCKETS * bucket if rollout.sync in ("ipc", "nccl") else 0
-    sending = max(trainer.peak, trainer.resident + buckets)  # buckets come from what the allocator kept
+    sending = trainer.resident + buckets
     room = int(MARGIN * capacity)
-    if not rollout.sglang.colocated:
-        return (Phase(PHASE_BOTH, {"trainer": sending, **serves}, doubt + room),)
+    if not rollout.sglang.colocated:  # buckets come from what the allocator kept of the step
+        return (Phase(PHASE_BOTH, {"trainer": max(trainer.peak, sending), **serves}, doubt + room),)
     paused = {"engine": engine.paused + peers}
     return (
         Phase(PHASE_STEPS, {"trainer": trainer.peak, **paused}, room),

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl360.trainers.host_memory import HostMemory
+from rl360.trainers.host_memory import GIB, HostMemory
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
+SCATTERED_BYTES = GIB  # free memory in one block with tensors that is worth moving those for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +90,16 @@ class Offloader:
             torch.cuda.synchronize()
         self._moved = []
 
+    def trim(self, keep: Sequence[Tensor], drop: Sequence[Tensor]) -> None:
+        """Have no more of the device than these tensors and what else lives; those of `drop` may be zero afterwards.
+
+        Moments that come with the first step lie in memory that its activations had, and hold all of it. Where that is
+        much, they move to the host and back, which happens once: from then on they lie close together.
+        """
+        if keep and give_back() > SCATTERED_BYTES:
+            self.offload(keep, drop)
+            self.onload()
+
     def close(self) -> None:
         """Give the host's memory back. What is offloaded is lost."""
         self._moved = []
@@ -107,6 +118,15 @@ class Offloader:
             target, source = (host, part) if to_host else (part, host)
             target.copy_(source, non_blocking=True)
             start += host.numel()
+
+
+def give_back() -> int:
+    """Free memory that PyTorch's allocator keeps goes back to the device. Returns the bytes that cannot, since they lie
+    in one block with tensors."""
+    if not torch.cuda.is_initialized():
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def layout(sizes: Sequence[int]) -> tuple[list[int], int]:

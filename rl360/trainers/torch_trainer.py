@@ -267,14 +267,22 @@ class TorchTrainer:
 
     def offload(self) -> None:
         """Move weights and optimizer state to host memory, give the GPU's back; until `onload` nothing else runs."""
-        assert self._optimizer is not None, "TorchTrainer.start() comes first"
-        modules = [self.decoder, *([self._reference] if self._reference else [])]
-        weights = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        self._offloader.offload([*weights, *self._optimizer.tensors()], drop=[])
+        self._offloader.offload(self._resident(), drop=[])
 
     def onload(self) -> None:
         """Undo `offload`."""
         self._offloader.onload()
+
+    def trim(self) -> None:
+        """Give what only a step needs of the GPU back."""
+        self._offloader.trim(self._resident(), drop=[])
+
+    def _resident(self) -> list[Tensor]:
+        """What lives from step to step."""
+        assert self._optimizer is not None, "TorchTrainer.start() comes first"
+        modules = [self.decoder, *([self._reference] if self._reference else [])]
+        weights = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        return [*weights, *self._optimizer.tensors()]
 
     def close(self) -> None:
         """Let go of weights and moments, and of the host's memory for them."""

@@ -1,9 +1,9 @@
 """Engines on the trainer's own GPUs: memory changes hands in each iteration, and the weights with it.
 
 In: as in sync.py, and a trainer that can leave its GPUs. Out: the same reports. The order: hold and drain requests,
-pause engines, wait until they are idle (a flush), release their memory, onload the trainer, step; then resume the
-engines' weights, send and check new ones, set the version, offload the trainer, resume the KV cache, flush, continue,
-and let requests through.
+pause engines, wait until they are idle (a flush), release their memory, onload the trainer, step; then trim the trainer
+(its allocator keeps what the step took), resume the engines' weights, send and check new ones, set the version, offload
+the trainer, resume the KV cache, flush, continue, and let requests through.
 
 An engine without memory must not be asked anything that computes: requests wait in the gateway, health checks are
 suspended, and no server is started meanwhile, since a new one would take memory that the trainer has. A replacement
@@ -43,7 +43,7 @@ class ColocatedSync(FleetSync):
 
     Args:
         serving_set: engines that have their memory; the trainer has none when this is made.
-        trainer: has `offload` and `onload`.
+        trainer: has `offload`, `onload` and `trim`.
         The others are FleetSync's.
     """
 
@@ -150,6 +150,7 @@ class ColocatedSync(FleetSync):
         try:
             began = time.monotonic()
             await self._transport.prepare(trainer, version, push.left)
+            await asyncio.to_thread(self._owner.trim)
             prepared = time.monotonic()
             await push.everyone(lambda engine: engine.resume_memory((WEIGHTS,)))
             if push.left:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rl360.errors import InfrastructureError
 from rl360.trainers import host_memory
 from rl360.trainers.host_memory import GIB, HostMemory
-from rl360.trainers.offload import ALIGNMENT, Offloader, layout
+from rl360.trainers.offload import ALIGNMENT, Offloader, give_back, layout
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
 
@@ -125,6 +125,14 @@ def test_the_hosts_memory_is_what_was_moved_grows_with_it_and_ends_with_close() 
     assert all(torch.equal(tensor, value) for tensor, value in zip(weights + moments, held, strict=True))
 
 
+def test_trim_on_a_cpu_moves_nothing() -> None:
+    values = torch.arange(5)
+    offloader = Offloader()
+    offloader.trim([values], drop=[])
+    assert offloader.host_bytes == 0
+    assert values.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_a_fork_does_not_see_the_memory() -> None:
     """Else it would copy every locked page when it is made, and count it once more."""
     memory = HostMemory(pinned=False)
@@ -202,6 +210,30 @@ def test_cycles_on_a_gpu_give_both_memories_back_and_every_bit(capsys: pytest.Ca
     offloader.close()
     assert offloader.host_bytes == 0
     assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.gpu
+def test_trim_gives_back_what_a_step_took_also_from_under_moments_that_lie_in_it() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    weights = torch.ones(2**26, dtype=torch.uint8, device="cuda")
+    activations = torch.empty(3 * GIB, dtype=torch.uint8, device="cuda")
+    del activations
+    moments = torch.full((2**24,), 2.5, device="cuda")  # 64 MiB, out of the 3 GiB that are free
+    gradients = torch.ones(2**20, device="cuda")
+    assert give_back() >= 3 * GIB - 2**26 - 2**22
+    offloader = Offloader()
+    offloader.trim([weights, moments], [gradients])
+    assert torch.cuda.memory_reserved() <= before + 2**27 + 2**25
+    assert weights.sum() == 2**26
+    assert (moments == 2.5).all()
+    assert not offloader.is_offloaded
+    assert offloader.host_bytes == 2**27
+    assert not gradients.any()
+    gradients.fill_(1)
+    offloader.trim([weights, moments], [gradients])
+    assert gradients.all()  # nothing was moved any more
+    offloader.close()
 
 
 @pytest.mark.gpu

@@ -59,6 +59,10 @@ class MovingTrainer(StubTrainer):
         self.has_memory = True
         self.order.add("onload")
 
+    def trim(self) -> None:
+        assert self.has_memory
+        self.order.add("trim")
+
     def tensors(self) -> Any:
         assert self.has_memory
         return super().tensors()
@@ -158,8 +162,9 @@ async def test_the_order_of_one_iteration_with_requests_that_notice_nothing(flee
     await asyncio.gather(*turns)
     assert (await asyncio.wrap_future(late[0])).version_spans[0].version == 1
     assert [what for what in order if what != "abort"] == [
-        "pause", "flush", "release_memory kv_cache+weights", "onload", "step", "resume_memory weights", "send",
-        "checksums", "set_version", "offload", "resume_memory kv_cache", "flush", "resume",
+        "pause", "flush", "release_memory kv_cache+weights", "onload", "step", "trim",
+        "resume_memory weights", "send", "checksums", "set_version", "offload", "resume_memory kv_cache",
+        "flush", "resume",
     ]  # fmt: skip
     assert all(turn.result().token_ids for turn in turns)
     assert greedy(fleet.urls()[0])["meta_info"]["weight_version"] == "1"

@@ -119,6 +119,10 @@ class MegatronRank:
     async def onload(self) -> None:
         await self._run(lambda: self.training.onload())
 
+    async def trim(self) -> None:
+        """See `Training.trim`."""
+        await self._run(lambda: self.training.trim())
+
     async def close(self) -> None:
         """Leave the groups. A rank whose thread is busy (a hung collective) is left to be killed."""
         with suppress(TimeoutError):

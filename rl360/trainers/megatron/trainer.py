@@ -280,6 +280,10 @@ class MegatronTrainer:
     def onload(self) -> None:
         self._call_all("onload")
 
+    def trim(self) -> None:
+        """Have the ranks give back what only a step needs of their GPUs."""
+        self._call_all("trim")
+
     def close(self) -> None:
         """End the ranks. Idempotent."""
         workers, self._workers = self._workers, None

@@ -215,21 +215,29 @@ class Training:
 
     def offload(self) -> int:
         """Move what lives from step to step to host memory; returns the bytes that the device has back."""
+        return self._offloader.offload(*self._resident())
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        self._offloader.onload()
+
+    def trim(self) -> None:
+        """Give what only a step needs of the device back; gradients may be zero afterwards."""
+        self._offloader.trim(*self._resident())
+
+    def close(self) -> None:
+        """Give the host's memory for an offload back."""
+        self._offloader.close()
+
+    def _resident(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What lives from step to step, and gradients, whose memory does."""
         buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers]
         keep = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
         keep += [p for chunk in self.chunks + (self.reference or []) for p in chunk.parameters()]
         for adam in self.optimizer.adams():
             keep += [p for group in adam.param_groups for p in group["params"]]
             keep += [value for state in adam.state.values() for value in state.values() if torch.is_tensor(value)]
-        return self._offloader.offload(keep, drop=[buffer.grad_data for buffer in buffers])
-
-    def onload(self) -> None:
-        """Undo `offload`."""
-        self._offloader.onload()
-
-    def close(self) -> None:
-        """Give the host's memory for an offload back."""
-        self._offloader.close()
+        return keep, [buffer.grad_data for buffer in buffers]
 
     # ---- parts of a step
 

@@ -71,6 +71,7 @@ def test_offload_and_onload_change_nothing_but_where_the_memory_is(ranks, folder
     found = []
     for batch in batches:
         found.append(trainer.step(batch).metrics["train/grad_norm"])
+        trainer.trim()
         trainer.offload()
         assert set(trainer._call_all("bytes_held")) == {0}
         trainer.onload()

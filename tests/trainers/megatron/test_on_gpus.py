@@ -124,6 +124,7 @@ def test_offload_gives_the_memory_back_and_onload_goes_on(gpus, folders):
     trainer = gpus.again(model_dir=folders["qwen3"], algorithm=GRPO(), dtype=torch.bfloat16, max_tokens=256)
     trainer.step(random_batch(0))
     before = {name: value.clone() for name, value in gpus.weights().items()}
+    trainer.trim()
     trainer.offload()
     trainer.onload()
     for name, value in gpus.weights().items():

@@ -22,6 +22,7 @@ from rl360.models.weight_files import expected_tensors
 
 if TYPE_CHECKING:
     import numpy as np
+    from tokenizers import Tokenizer
 
 # Words that become one token, so that token ids and characters do not run in step.
 _WORDS = ("Ġreturn", "Ġthe", "Ġa", "def", "python", "```", "Ġfunction", "user", "assistant", "system", "Ġcode", "ing")
@@ -102,13 +103,24 @@ def write_tiny(
     """Write the checkpoint and return its folder. None: the family's own. weights=False: for random_init models.
 
     The embeddings are small beside what the layers add, so that a tied head does not just repeat the last token.
-    Raises `ConfigError` for a family or numbers that do not exist.
+    Raises `ConfigError` for a family or numbers that do not exist, before anything is written.
     """
     if family not in FAMILIES:
         raise ConfigError(f"family: {family!r}; expected one of {', '.join(FAMILIES)}")
     kind = FAMILIES[family]
-    folder.mkdir(parents=True, exist_ok=True)
-    ids = _write_tokenizer(folder, family, kind, max_positions)
+    numbers = {
+        "hidden": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": 1 if head_dim is None else head_dim,
+        "ffn": ffn,
+        "max_positions": max_positions,
+    }
+    if problems := [f"{name}: {number}; expected at least 1" for name, number in numbers.items() if number < 1]:
+        raise ConfigError(problems)
+    tokenizer = _tokenizer(kind)
+    ids = dict(tokenizer.get_vocab(with_added_tokens=True))
     head_dim = head_dim or kind.defaults.get("head_dim") or hidden // heads
     theta = kind.defaults["rope_theta"]
     config: dict[str, Any] = {
@@ -137,8 +149,11 @@ def write_tiny(
     }
     if family == "k2_horizon":
         config |= {"mlp_only_layers": list(range(layers)), "rope_head_dim": head_dim}
-        config |= write_configuration(folder)
     decoder = DecoderConfig.from_hf(config, "tiny model")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(folder, family, kind, tokenizer, max_positions)
+    if family == "k2_horizon":
+        config |= write_configuration(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     ends = [ids[token] for token in kind.eos]
     generation = {
@@ -172,8 +187,8 @@ def _write_weights(folder: Path, config: DecoderConfig, seed: int) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _write_tokenizer(folder: Path, family: str, kind: Family, max_positions: int) -> dict[str, int]:
-    """Byte-level BPE: the special tokens, the 256 bytes, a few words, the markup. Returns every token's id."""
+def _tokenizer(kind: Family) -> Tokenizer:
+    """Byte-level BPE: the special tokens, the 256 bytes, a few words, the markup."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     special = kind.special_tokens
@@ -192,6 +207,10 @@ def _write_tokenizer(folder: Path, family: str, kind: Family, max_positions: int
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in kind.markup])
+    return tokenizer
+
+
+def _write_tokenizer(folder: Path, family: str, kind: Family, tokenizer: Tokenizer, max_positions: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     template = (_TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8").rstrip("\n")
     (folder / "chat_template.jinja").write_text(template)
@@ -207,7 +226,6 @@ def _write_tokenizer(folder: Path, family: str, kind: Family, max_positions: int
     }
     named = {key: value for key, value in tokenizer_config.items() if value is not None}
     (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n")
-    return dict(tokenizer.get_vocab(with_added_tokens=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -134,6 +134,12 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path):
         write_tiny(tmp_path / "m", "gemma")
     with pytest.raises(ConfigError, match="50 does not divide into 4 norm groups"):
         write_tiny(tmp_path / "m", "k2_horizon", hidden=50, heads=5, kv_heads=5)
+    with pytest.raises(ConfigError) as caught:
+        main(["--out", str(tmp_path / "m"), "--family", "llama", "--heads", "0", "--layers", "-1", "--head-dim", "0"])
+    assert list(caught.value.problems) == [
+        f"{name}; expected at least 1" for name in ("layers: -1", "heads: 0", "head_dim: 0")
+    ]
+    assert not (tmp_path / "m").exists()  # or the next try would be told that it is there already
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):

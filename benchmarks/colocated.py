@@ -3,9 +3,9 @@
     python benchmarks/colocated.py --out FILE.json key=value ... output_dir=FOLDER
 
 In: the arguments of `rl360 run`. Out: a JSON with the phases (a list of seconds and the peak of what `nvidia-smi` said
-is used of the fullest GPU), each iteration's numbers, how the run ended, and what its logs say of memory; the exit code
-is the run's. For models whose checkpoint is larger than the disk: none is written, and the machine is not asked whether
-one would fit.
+is used of the fullest GPU), each iteration's numbers, how the run ended, what `rl360 check` says of it and what its
+logs say of memory; the exit code is the run's. A run that the check refuses is made all the same, since what becomes
+of it may be the question; not one that the disk is too small for (checkpoint.at_end=false needs none for weights).
 
 A phase is a call that is watched from outside; what is in none is the rollout. Calls contain others: an instant counts
 for the innermost.
@@ -118,20 +118,12 @@ def watch_phases(watch: Watch) -> None:
     watch.call(HandleTransport, "send", "transfer")
 
 
-def write_no_checkpoint() -> None:
-    from rl360.engine.state import CheckpointStore
-
-    def nothing(*_: Any, **__: Any) -> None:
-        """The model's checkpoint is larger than the disk."""
-
-    CheckpointStore.save = nothing  # type: ignore[method-assign]
-
-
-def run(overrides: Sequence[str]) -> tuple[str, Path]:
-    """(how it ended, the run folder). Raises ConfigError for arguments that do not fit each other."""
+def run(overrides: Sequence[str]) -> tuple[str, Path, Sequence[str]]:
+    """(how it ended, the run folder, what the check says of it). Raises ConfigError for arguments that do not fit each
+    other, and where the disk is too small."""
     from omegaconf import OmegaConf
 
-    from rl360.config.check import load
+    from rl360.config.check import examine, load
     from rl360.config.compose import Request, compose
     from rl360.config.run_folder import save
     from rl360.engine.run import run_experiment
@@ -141,6 +133,9 @@ def run(overrides: Sequence[str]) -> tuple[str, Path]:
     config, problems = load(composed.values, composed.choices)
     if config is None or composed.problems or config.output_dir is None:
         raise ConfigError([*composed.problems, *problems] or "output_dir: expected the run's folder")
+    said = examine(composed).problems
+    if no_room := [problem for problem in said if problem.startswith("disk:")]:
+        raise ConfigError(no_room)
     folder = Path(config.output_dir).absolute()
     values = {**composed.values, "output_dir": str(folder)}
     save(folder, values, {})
@@ -148,8 +143,8 @@ def run(overrides: Sequence[str]) -> tuple[str, Path]:
     try:
         run_experiment(config, OmegaConf.create(values))
     except Exception as error:  # whatever ends it is the result
-        return f"{type(error).__name__}: {error}", folder
-    return "finished", folder
+        return f"{type(error).__name__}: {error}", folder, said
+    return "finished", folder, said
 
 
 def lines_about_memory(logs: Iterable[Path]) -> list[str]:
@@ -162,7 +157,9 @@ def lines_about_memory(logs: Iterable[Path]) -> list[str]:
     return list(found)[:10]
 
 
-def report(watch: Watch, ended: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def report(
+    watch: Watch, ended: str, folder: Path, overrides: Sequence[str], said: Sequence[str] = ()
+) -> dict[str, Any]:
     rows = []
     if (folder / "metrics.jsonl").is_file():
         for line in (folder / "metrics.jsonl").read_text().splitlines():
@@ -171,6 +168,7 @@ def report(watch: Watch, ended: str, folder: Path, overrides: Sequence[str]) -> 
     return {
         "overrides": list(overrides),
         "ended": ended,
+        "check": list(said),
         "out_of_memory": lines_about_memory(sorted((folder / "logs").glob("*.log"))),
         "peak_gib": watch.peaks_gib(),
         "median_s": {name: statistics.median(values) for name, values in watch.seconds().items()},
@@ -185,18 +183,17 @@ def main(arguments: Sequence[str] | None = None, sampler: Callable[[], Sequence[
     parsed, overrides = parser.parse_known_args(arguments)
     watch = Watch()
     watch_phases(watch)
-    write_no_checkpoint()
     command = (sampler or _nvidia_smi)()
     process = watch.sample(command) if command else None
     try:
-        ended, folder = run(overrides)
+        ended, folder, said = run(overrides)
     finally:
         if process is not None:
             process.terminate()
             process.wait()
-    found = report(watch, ended, folder, overrides)
+    found = report(watch, ended, folder, overrides, said)
     parsed.out.write_text(json.dumps(found, indent=1) + "\n")
-    for name in ("ended", "out_of_memory", "peak_gib", "median_s"):
+    for name in ("check", "ended", "out_of_memory", "peak_gib", "median_s"):
         print(f"{name}: {json.dumps(found[name])}")
     return 0 if ended == "finished" else 1
 

@@ -14,7 +14,8 @@
 source "$(dirname "$0")/runs.sh"
 if [ $# -gt 0 ]; then parts=("$@"); else parts=(fail run canary); fi
 common=(experiment=tiny_e2e 'allow_targets=[tests.]' '+reward.tokens._target_=tests.e2e.token_reward.TokenReward'
-    'logger=[jsonl,console]' checkpoint.every=0 checkpoint.hf=false trainer=megatron trainer.num_gpus=1 trainer.compile=false
+    'logger=[jsonl,console]' checkpoint.every=0 checkpoint.at_end=false checkpoint.hf=false
+    trainer=megatron trainer.num_gpus=1 trainer.compile=false
     trainer.async_checkpoint=false rollout=sglang rollout.sync=ipc "${serving[@]}")
 if $dry; then
     python3 benchmarks/h200/shapes.py qwen3_narrow "$tiny" "$work/shape"

@@ -1,7 +1,7 @@
 """Which values and which combinations make an experiment, as a pure function of the typed config.
 
-In: a `RootConfig` whose keys and types are right. Out: problems as `key: what; expected; try`. Looks at no file, no
-machine and no source: those are rl360.config.files and rl360.config.targets.
+In: a `RootConfig` whose keys and types are right. Out: problems as `key: what; expected; try`, and warnings. Looks at
+no file, no machine and no source: those are rl360.config.files and rl360.config.targets.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from omegaconf import OmegaConf
 
 from rl360.config.compose import SECRET_KEY
+from rl360.config.forecast import keeps_best
 from rl360.config.gateway import gateway_problems
 from rl360.config.megatron import megatron_problems
 from rl360.config.names import suggestion
@@ -152,6 +153,17 @@ def combination_problems(config: RootConfig) -> list[str]:
         *_secrets(config),
         *_evaluation(config),
     ]
+
+
+def combination_warnings(config: RootConfig) -> Iterator[str]:
+    """What fits together and is yet hardly meant."""
+    kept = config.checkpoint
+    between = 0 < kept.every <= config.iterations
+    if not (kept.at_end or kept.hf or between or keeps_best(config)) and config.trainer.learning_rate > 0:
+        yield (
+            "checkpoint: nothing would be kept of the weights: no checkpoint (checkpoint.at_end=false, none by "
+            "checkpoint.every or of an evaluation) and no HF folder (checkpoint.hf=false)"
+        )
 
 
 def _select(config: RootConfig, key: str) -> object:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl360.config.combinations import combination_warnings
 from rl360.config.forecast import GIB, MIB, Forecast, ModelShape, forecast
 from rl360.config.forecast_engine import DRIVER_BYTES, is_sglang
 from rl360.config.forecast_sharing import ServingForecast
@@ -74,7 +75,7 @@ def look(config: RootConfig, run_dir: Path | None = None, resuming: bool = False
     _sandbox(config, found)
     found.problems.extend(gateway_machine_problems(config))
     found.problems.extend(megatron_machine_problems(config))
-    found.warnings.extend(serving_warnings(config))
+    found.warnings.extend([*combination_warnings(config), *serving_warnings(config)])
     _room(config, found)
     return found
 
@@ -301,7 +302,8 @@ def _room(config: RootConfig, found: Found) -> None:
     if found.forecast.disk_bytes > found.free_disk:
         found.problems.append(
             f"disk: {gib(found.forecast.disk_bytes)} needed ({_largest(found.forecast.disk)}), "
-            f"{gib(found.free_disk)} free; try another paths.outputs or a smaller checkpoint.keep_last"
+            f"{gib(found.free_disk)} free; try another paths.outputs, a smaller checkpoint.keep_last, or no checkpoint "
+            "(checkpoint.every=0 checkpoint.at_end=false)"
         )
 
 

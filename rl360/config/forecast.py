@@ -152,12 +152,26 @@ def _of_ranks(parameters: int, trainer: MegatronTrainerConfig, config: RootConfi
     return Forecast(memory, _disk(parameters, config, BF16_BYTES, saved))
 
 
+def writes_checkpoints(config: RootConfig) -> bool:
+    """Whether a run writes any; an interrupted one counts."""
+    return config.checkpoint.at_end or config.checkpoint.every > 0 or keeps_best(config)
+
+
+def keeps_best(config: RootConfig) -> bool:
+    """Whether evaluations leave a checkpoint."""
+    evaluation = config.evaluation
+    evaluates = evaluation.tasks is not None and (evaluation.at_start or evaluation.every > 0)
+    return config.checkpoint.keep_best and evaluates
+
+
 def _disk(parameters: int, config: RootConfig, weight_bytes: int, saved_bytes: int) -> dict[str, int]:
     """weight_bytes: of a parameter in an HF folder; saved_bytes: of one with its optimizer's state."""
     weights = parameters * weight_bytes
-    kept = config.checkpoint.keep_last + int(config.checkpoint.keep_best) + 1  # one more while it is written
-    if config.checkpoint.keep_every:
-        kept += config.iterations // config.checkpoint.keep_every
+    kept = 0
+    if writes_checkpoints(config):
+        kept = config.checkpoint.keep_last + int(config.checkpoint.keep_best) + 1  # one more while it is written
+        if config.checkpoint.keep_every:
+            kept += config.iterations // config.checkpoint.keep_every
     attempts = config.iterations * config.tasks_per_iteration * config.group_size
     disk = {
         "checkpoints": kept * parameters * saved_bytes,

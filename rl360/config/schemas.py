@@ -238,7 +238,8 @@ class LoggerConfig:
 
 @dataclass
 class CheckpointConfig:
-    every: int = 10  # iterations; 0: only at the end
+    every: int = 10  # iterations; 0: none between the first and the last
+    at_end: bool = True  # after the last iteration; false: with `every` 0 an interrupted run leaves none either
     keep_last: int = 1  # complete checkpoints kept beside the best; at least 1
     keep_best: bool = True  # keep the checkpoint of the best evaluation
     keep_every: int = 0  # iterations; those of a multiple of it are kept for good; 0: none

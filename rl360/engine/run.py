@@ -180,6 +180,7 @@ def _settings(config: RootConfig) -> LoopSettings:
         evaluate_every=config.evaluation.every,
         evaluate_at_start=config.evaluation.at_start,
         checkpoint_every=config.checkpoint.every,
+        checkpoint_at_end=config.checkpoint.at_end,
     )
 
 

@@ -8,7 +8,10 @@ import time
 
 import pytest
 
-from benchmarks.colocated import Span, Watch, lines_about_memory
+from benchmarks.colocated import Span, Watch, lines_about_memory, run
+from rl360.config import files
+from rl360.errors import ConfigError
+from tests.tiny_model import write_tiny_llama
 
 
 def test_an_instant_counts_for_the_innermost_call():
@@ -54,3 +57,16 @@ def test_what_logs_say_of_memory(tmp_path):
     (tmp_path / "b.log").write_text("all is well\n")
     found = lines_about_memory(sorted(tmp_path.glob("*.log")))
     assert found == ["a.log: torch.OutOfMemoryError: CUDA out of memory. Tried"]
+
+
+def test_a_disk_that_is_too_small_is_asked_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "free_disk_bytes", lambda folder: 0)
+    with pytest.raises(ConfigError, match=r"disk: [\d.]+ GiB needed"):
+        run(
+            [
+                "experiment=tiny_e2e",
+                f"model.path={write_tiny_llama(tmp_path / 'tiny')}",
+                f"output_dir={tmp_path / 'run'}",
+            ]
+        )
+    assert not (tmp_path / "run").exists()

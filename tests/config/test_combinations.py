@@ -2,12 +2,29 @@
 
 import pytest
 
-from rl360.config.combinations import CHOICES, DEADLINES, RANGES, combination_problems
+from rl360.config.combinations import CHOICES, DEADLINES, RANGES, combination_problems, combination_warnings
 from rl360.config.schemas import SCHEMAS
 
 
 def test_the_defaults_have_no_problem(typed):
     assert combination_problems(typed()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({}, True),
+        ({"checkpoint.at_end": True}, False),
+        ({"checkpoint.hf": True}, False),
+        ({"checkpoint.every": 10}, False),
+        ({"checkpoint.every": 11}, True),  # of 10 iterations
+        ({"trainer.learning_rate": 0.0}, False),  # the weights are those that it began with
+    ],
+)
+def test_a_run_that_keeps_no_weights_is_warned_of(typed, changes, warned):
+    nothing = {"checkpoint.every": 0, "checkpoint.at_end": False, "checkpoint.hf": False}
+    found = list(combination_warnings(typed(**nothing | changes)))
+    assert [text.startswith("checkpoint: nothing would be kept of the weights") for text in found] == [True] * warned
 
 
 COLOCATED = {"rollout.engine": "sglang", "rollout.sync": "ipc", "rollout.sglang.colocated": True}

@@ -164,6 +164,17 @@ def test_too_little_memory_and_disk(here, monkeypatch):
     assert found.warnings[0].startswith("memory: ")
 
 
+def test_no_checkpoint_needs_no_disk_and_is_warned_of(here, monkeypatch):
+    monkeypatch.setattr(files, "free_disk_bytes", lambda folder: 2**30)
+    many = {"checkpoint.keep_last": 100_000}
+    (problem,) = look(here(**many)).problems
+    assert problem.startswith("disk: ")
+    assert "checkpoint.at_end=false" in problem
+    found = look(here(**many, **{"checkpoint.every": 0, "checkpoint.at_end": False, "checkpoint.hf": False}))
+    assert found.problems == []
+    assert any("nothing would be kept of the weights" in text for text in found.warnings)
+
+
 def test_keys_without_a_value_are_not_looked_for(here):
     found = look(here(**{"model.path": "", "tasks.path": ""}), unset=["model.path", "tasks.path"])
     assert found.problems == []

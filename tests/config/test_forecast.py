@@ -1,6 +1,7 @@
 import pytest
 
 from rl360.config.forecast import GIB, MIB, ModelShape, forecast
+from rl360.config.schemas import TasksConfig
 
 SMOLLM2 = {
     "hidden_size": 576,
@@ -70,6 +71,21 @@ def test_checkpoints_count_one_more_while_it_is_written(typed):
     assert disk["checkpoints"] == 3 * 12 * 134_515_008
     kept = {"checkpoint.keep_last": 2, "checkpoint.keep_best": False, "checkpoint.keep_every": 20, "iterations": 70}
     assert forecast(shape, typed(**kept)).disk["checkpoints"] == (3 + 3) * 12 * 134_515_008
+
+
+def test_a_run_that_writes_no_checkpoint_needs_no_disk_for_one(typed):
+    shape = ModelShape.from_hf(SMOLLM2)
+    none = {"checkpoint.every": 0, "checkpoint.at_end": False, "checkpoint.hf": False, "checkpoint.keep_every": 1}
+    bare = forecast(shape, typed(**none))
+    assert bare.disk["checkpoints"] == 0
+    assert bare.disk_bytes == bare.disk["trajectories"]
+    one = 12 * 134_515_008
+    assert forecast(shape, typed(**{"checkpoint.every": 0})).disk["checkpoints"] == 3 * one
+    between = none | {"checkpoint.every": 10, "checkpoint.keep_every": 0}
+    assert forecast(shape, typed(**between)).disk["checkpoints"] == 3 * one  # also an interrupted run's
+    best = none | {"checkpoint.keep_every": 0, "evaluation.every": 5, "evaluation.tasks": TasksConfig(path="held_out")}
+    assert forecast(shape, typed(**best)).disk["checkpoints"] == 3 * one
+    assert forecast(shape, typed(**best | {"checkpoint.keep_best": False})).disk["checkpoints"] == 0
 
 
 def test_the_quickstart_model_fits_a_laptop(typed):

@@ -12,7 +12,8 @@ the driver's call to its answer, optimizer included.
 `--one-of-context N` runs on one GPU what the last of N context ranks computes: its 1/N of the queries against the keys
 of the whole stream, kept as that rank keeps them. The exchange is a copy inside the card's memory (every rank's part is
 taken to be its own), so no time on a network is in it; the optimizer holds everything, which N ranks would share. Rates
-and FLOPs are of this rank's part.
+and FLOPs are 1/N of the whole's, and so is the roofline; this rank may predict a little more of it than that, because
+the first ones have the prompt.
 
 The roofline is measured on the same card just before: the products of every linear layer (forward, gradient of the
 input, gradient of the weight added in fp32), of the head, and the attention kernel, forward and backward, each at the
@@ -91,6 +92,7 @@ def main() -> None:
             "arguments": {k: str(v) for k, v in vars(args).items() if k != "json"}
             | {"cases": " ".join(case.name for case in args.cases)},
             "layers": shape.num_layers,
+            "fp32_logits": args.trainer.get("fp32_logits", True),  # files without it are older, and of false
         }
         found["roofline_ms"] = {} if args.no_roofline else measured_rooflines(shape, args, Path(scratch))
         found["cases"] = measured_steps(shape, args, folder, Path(scratch))

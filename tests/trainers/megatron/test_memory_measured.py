@@ -31,15 +31,20 @@ def test_there_are_measurements_of_every_layout():
 
 
 @pytest.mark.parametrize(("found", "case"), MEASURED)
-def test_peak_of_tensors_within_three_percent_and_of_the_allocator_within_fifteen(found, case):
+def test_peak_of_tensors_within_half_a_percent_and_of_the_allocator_within_two(found, case):
     arguments = found["arguments"]
     model = DecoderConfig.from_hf({**QWEN3_8B, "num_hidden_layers": found["layers"]})
     layout = Layout.of(
         int(arguments["num_gpus"]), int(arguments["tensor_parallel"]), context=int(arguments["context_parallel"])
     )
     tokens = sum(Case.of(case).lengths)
-    work = Work(tokens=tokens, chunk=int(arguments["logprob_chunk"]), predicting_share=1 - 0.125)
+    work = Work(
+        tokens=tokens,
+        chunk=int(arguments["logprob_chunk"]),
+        predicting_share=1 - 0.125,
+        fp32_logits=found.get("fp32_logits", False),  # measured before there was a choice
+    )
     (stage,) = forecast_stages(model, layout, work)
     metrics = found["cases"][case]["metrics"][-1]
-    assert stage.allocated / GIB == pytest.approx(metrics["perf/peak_memory_gib_max"], rel=0.03)
-    assert stage.total / GIB == pytest.approx(metrics["perf/peak_reserved_gib_max"], rel=0.15)
+    assert stage.allocated / GIB == pytest.approx(metrics["perf/peak_memory_gib_max"], rel=0.005)
+    assert stage.total / GIB == pytest.approx(metrics["perf/peak_reserved_gib_max"], rel=0.02)

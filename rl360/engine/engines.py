@@ -14,7 +14,7 @@ from typing import Any
 
 from rl360.config.schemas import MegatronTrainerConfig, RootConfig, SGLangConfig
 from rl360.errors import ConfigError
-from rl360.serving.command import SGLANG, ServerFlags, launches
+from rl360.serving.command import SGLANG, ServerFlags, launches, server_context
 from rl360.serving.fleet import Fleet, WatchSettings
 from rl360.weight_sync.colocated import ColocatedSync
 from rl360.weight_sync.engine import WeightEngine
@@ -40,7 +40,7 @@ def sglang_engines(
     settings = config.rollout.sglang
     flags = ServerFlags(
         model_path=model_dir,
-        context_length=config.rollout.max_context_tokens,
+        context_length=server_context(config.rollout.max_context_tokens, model_dir),
         command=tuple(settings.command) or SGLANG,
         tensor_parallel_size=settings.tensor_parallel_size,
         dtype=settings.dtype,

@@ -7,6 +7,7 @@ command that takes them will do, and RL360's embedded engine is one (`python -m 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import socket
 import sys
@@ -23,6 +24,11 @@ PORTS_PER_SERVER = 2  # HTTP, and the rendezvous of its tensor-parallel ranks
 # TF32, whose 11 significant bits hold a bf16 or fp16 value exactly, so that it costs no precision here. An fp32 model
 # has fp32 logits anyway, and TF32 would round all its products.
 FP32_LOGITS_FLAGS = (FP32_LOGITS_FLAG, "--enable-tf32-matmul")
+# Of its context SGLang 0.5.16 keeps so many tokens from prompts (and two from answers): one that ends in them is a 400,
+# which would mask an attempt whose last turn just fits.
+KEPT_TOKENS = 6
+# Where it looks for the longest context that it may be given, in this order.
+CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 SEED_STEP = 1009  # between two servers' seeds, so that no two sample alike
 ENVIRONMENT = {
     # A health check must neither wait behind a pause nor cost a token; the fleet asks the scheduler itself.
@@ -66,6 +72,17 @@ class Launch:
     url: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
+
+
+def server_context(max_context_tokens: int, model_path: Path) -> int:
+    """The context that a server needs so that attempts may use all of `max_context_tokens`: a little more, where the
+    model has as many positions (SGLang does not start with more than that)."""
+    try:
+        config = json.loads((model_path / "config.json").read_text())
+    except (OSError, ValueError):
+        return max_context_tokens
+    positions = next((config[key] for key in CONTEXT_KEYS if isinstance(config.get(key), int)), max_context_tokens)
+    return max(max_context_tokens, min(max_context_tokens + KEPT_TOKENS, positions))
 
 
 def launches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -9,11 +10,44 @@ from pathlib import Path
 import pytest
 
 from rl360.errors import ConfigError, InfrastructureError
-from rl360.serving.command import SEED_STEP, ServerFlags, cuda_runtime, launches, plan_ports
+from rl360.serving.command import (
+    KEPT_TOKENS,
+    SEED_STEP,
+    ServerFlags,
+    cuda_runtime,
+    launches,
+    plan_ports,
+    server_context,
+)
+from tests.serving.replay import RECORDINGS
 
 
 def value(command: tuple[str, ...], flag: str) -> str:
     return command[command.index(flag) + 1]
+
+
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
+        ({"max_position_embeddings": 4096}, 2054),
+        ({"max_position_embeddings": 2050}, 2050),
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"max_position_embeddings": 1024, "rope_scaling": {"factor": 2.0}}, 2048),  # what is scaled is not known here
+        ({"max_position_embeddings": 4096, "seq_length": 2048}, 2048),  # SGLang takes the other one
+        ({}, 2048),
+        (None, 2048),
+    ],
+)
+def test_a_server_has_room_for_what_it_keeps_to_itself(config: dict[str, object], context: int, tmp_path: Path) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert server_context(2048, tmp_path) == context
+
+
+def test_what_a_recorded_server_keeps_to_itself() -> None:
+    rows = json.loads((RECORDINGS / "sglang-0.5.16.json").read_text())
+    info = next(row["reply"] for row in rows if row["call"] == "GET /server_info")
+    assert info["context_length"] - info["max_req_input_len"] == KEPT_TOKENS
 
 
 def test_two_servers_of_two_devices() -> None:

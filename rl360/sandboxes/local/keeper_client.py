@@ -7,15 +7,21 @@ others: what the keeper does (keeper.py), one sandbox's life (namespace.py).
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from rl360.sandboxes.local import cgroups, cleanup
 from rl360.sandboxes.local.keeper import MAX_MESSAGE
+
+_RETRY_S = 0.02
+_LATER = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)  # the keeper has not read what it was sent yet
 
 
 class Keeper:
@@ -37,6 +43,7 @@ class Keeper:
                 stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         self._control.setblocking(False)
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._gone: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._count = 0
@@ -50,10 +57,40 @@ class Keeper:
         return f"{self.owner.name}.{self._count}"
 
     def request(self, message: dict[str, Any], fds: list[int]) -> None:
+        """Tell the keeper, in order. While it is behind (a hundred sandboxes started at once, on few cores) messages
+        wait here, with copies of their descriptors. Call it inside the event loop."""
         data = json.dumps(message).encode()
         if len(data) > MAX_MESSAGE:
             raise ValueError(f"the sandbox's environment and mounts take {len(data)} bytes; at most {MAX_MESSAGE}")
-        socket.send_fds(self._control, [data], fds)
+        if self._unsent or not self._sent(data, fds):
+            self._unsent.append((data, [os.dup(fd) for fd in fds]))
+            if len(self._unsent) == 1:
+                self._send_later()
+
+    def _sent(self, data: bytes, fds: list[int]) -> bool:
+        try:
+            socket.send_fds(self._control, [data], fds)
+        except OSError as error:
+            if error.errno in _LATER:
+                return False
+            raise
+        return True
+
+    def _send_more(self) -> None:
+        try:
+            while self._unsent and self._sent(*self._unsent[0]):
+                _close_all(self._unsent.popleft()[1])
+        except OSError:  # the keeper is gone: whoever waits for a sandbox is told by `_read_events`
+            self._drop_unsent()
+        if self._unsent:
+            self._send_later()
+
+    def _send_later(self) -> None:
+        (self._loop or asyncio.get_running_loop()).call_later(_RETRY_S, self._send_more)
+
+    def _drop_unsent(self) -> None:
+        while self._unsent:
+            _close_all(self._unsent.popleft()[1])
 
     def watch(self, name: str) -> asyncio.Future[dict[str, Any]]:
         """A future that is set when the keeper has removed the sandbox."""
@@ -63,6 +100,8 @@ class Keeper:
                 self._loop.remove_reader(self._control)
             self._loop = loop
             loop.add_reader(self._control, self._read_events)
+            if self._unsent:
+                self._send_later()
         return self._gone.setdefault(name, loop.create_future())
 
     def _read_events(self) -> None:
@@ -93,9 +132,15 @@ class Keeper:
         """End every sandbox, remove the owner folder and wait for the keeper."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._control)
+        self._drop_unsent()
         self._control.close()
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,57 @@
+"""The worker's end of a keeper that does not keep up: nothing that it was told is lost, nothing fails for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rl360.sandboxes import abilities
+from rl360.sandboxes.local import cgroups, layers, rootfs
+from rl360.sandboxes.local.namespace import Keeper, SandboxProcess
+from rl360.sandboxes.local.plan import Plan
+
+pytestmark = pytest.mark.sandbox
+
+FLOOD = 300  # messages of 4 KiB: several times what the socket holds
+
+
+async def _start_behind_a_flood(keeper: Keeper, plan: Plan) -> list[str]:
+    sandboxes = [SandboxProcess(keeper, plan) for _ in range(3)]
+    os.kill(keeper._process.pid, signal.SIGSTOP)
+    starting = []
+    try:
+        for number in range(FLOOD):
+            keeper.request({"op": "kill", "id": f"nobody-{number}", "filler": "x" * 4096}, [])
+        starting = [asyncio.create_task(sandbox.start()) for sandbox in sandboxes]
+        await asyncio.sleep(0.2)
+        assert len(keeper._unsent) > len(sandboxes), "the socket held everything; this tests nothing"
+        assert not any(task.done() for task in starting)
+    finally:
+        os.kill(keeper._process.pid, signal.SIGCONT)
+    await asyncio.gather(*starting)
+    said = [(await sandbox.run("echo hello")).stdout for sandbox in sandboxes]
+    await asyncio.gather(*(sandbox.stop() for sandbox in sandboxes))
+    assert not keeper._unsent
+    assert not keeper._gone, "a kill was lost"
+    return said
+
+
+def test_sandboxes_start_however_far_the_keeper_is_behind(tmp_path: Path) -> None:
+    """128 attempts that begin at once on few cores fill its socket; each that met it was called a broken sandbox."""
+    report = abilities.probe()
+    base, hierarchy = rootfs.resolve("auto", tmp_path / "cache"), cgroups.find()
+    plan = Plan(
+        layers.base_trees(base), report.root_mode, report.userns, hierarchy, cgroups.Limits(), 64, 60.0, False,
+        masks=base.masks,
+    )  # fmt: skip
+    before = len(os.listdir("/proc/self/fd"))
+    keeper = Keeper(tmp_path / "owners", "flooded", hierarchy)
+    try:
+        assert asyncio.run(_start_behind_a_flood(keeper, plan)) == ["hello\n"] * 3
+    finally:
+        keeper.close()
+    assert len(os.listdir("/proc/self/fd")) <= before, "descriptors of messages that waited are still open"

@@ -5,8 +5,9 @@
 #   bash benchmarks/h200/gate.sh [ITERATIONS] [SEEDS]      results under $OUT: gate.md, gate.png, gate.json, gate.tgz
 #
 # Both sides get the same numbers, and benchmarks/same_setup.py fails the script when their configs differ in anything
-# but who computes. On 16 cores a run with the embedded engine has two (trials 50 ms of CPU each, the engine's thread),
-# one with SGLang three (the scheduler and the gateway beside them). `RL360_MEGATRON` adds to the second side.
+# but who computes. Of the cores that the script may use (`taskset`, 15 at least) a run with the embedded engine has two
+# fifths of a third (trials 50 ms of CPU each, the engine's thread), one with SGLang three fifths (the scheduler and the
+# gateway beside them). `RL360_MEGATRON` adds to the second side.
 source "$(dirname "$0")/runs.sh"
 iterations=${1:-16}
 read -ra seeds <<< "${2:-0 1 2}"
@@ -38,14 +39,19 @@ python3 -m rl360.cli run "${common[@]}" "${megatron[@]}" --cfg job --resolve > "
 python3 benchmarks/same_setup.py "$work/torch.yaml" "$work/megatron.yaml"
 
 sample_gpus "$out/gpu.csv"
-names=() torch_runs=() megatron_runs=() core=0
+read -ra mine <<< "$(python3 -c 'import os; print(*sorted(os.sched_getaffinity(0)))')"
+each=$((${#mine[@]} / 3)) at=0
+fewer=$((each * 2 / 5))
+names=() torch_runs=() megatron_runs=()
+join() { local IFS=,; echo "$*"; }
 for seed in "${seeds[@]}"; do
     ports=(rollout.sglang.base_port=$((31000 + 10 * seed)) gateway.smg_port=$((31500 + seed))
         gateway.metrics_port=$((31600 + seed)))
-    begin "megatron-$seed" "$core-$((core + 2))" "${common[@]}" "${megatron[@]}" "seed=$seed" "${ports[@]}"
-    begin "torch-$seed" "$((core + 3))-$((core + 4))" "${common[@]}" "${torch[@]}" "seed=$seed"
+    begin "megatron-$seed" "$(join "${mine[@]:at + fewer:each - fewer}")" "${common[@]}" "${megatron[@]}" "seed=$seed" \
+        "${ports[@]}"
+    begin "torch-$seed" "$(join "${mine[@]:at:fewer}")" "${common[@]}" "${torch[@]}" "seed=$seed"
     torch_runs+=("$work/torch-$seed") megatron_runs+=("$work/megatron-$seed") names+=("torch-$seed" "megatron-$seed")
-    core=$(((core + 5) % 15))
+    at=$(((at + each) % (3 * each)))
 done
 finish
 recounts "${names[@]}"

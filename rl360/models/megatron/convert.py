@@ -22,7 +22,7 @@ from torch import Tensor
 from rl360.errors import CheckpointError
 from rl360.models.decoder import DecoderConfig
 from rl360.models.hf_folder import DEFAULT_SHARD_BYTES, LazyTensor, Ranks, new_folder, write_weights
-from rl360.models.loading import copy_companions, read_config
+from rl360.models.loading import CONFIG_FILE, copy_companions, read_config
 from rl360.models.megatron import hf_weights, torch_dist
 from rl360.models.megatron.torch_dist import Box, Object, Reader
 from rl360.models.weight_files import WeightFiles, expected_tensors
@@ -53,6 +53,20 @@ EXTRA_STATES = (
     "pre_mlp_layernorm",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
+)
+
+# What says which weight is where; the rest of a config, such as the longest context, may change.
+DECIDE_WEIGHTS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "norm_groups",
+    "tie_word_embeddings",
 )
 
 MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")  # a checkpoint's other tensors are the optimizer's
@@ -107,9 +121,17 @@ def to_hf(
     """
     out, ranks = Path(out), ranks or Ranks()
     folder = weights_folder(Path(source))
-    companions = Path(companions) if companions is not None else _companions_of(folder)
+    own = next((place for place in _companion_places(folder) if place.is_dir()), None)
+    if own is None and companions is None:
+        raise CheckpointError(
+            f"{folder}: no {COMPANIONS}/ with config.json in it or beside it; name the model's HF folder"
+        )
+    companions = Path(companions) if companions is not None else own
+    assert companions is not None
     config = read_config(companions)
     tensors = _lazy_tensors(config, Reader(folder))
+    if own is not None and own != companions:
+        _refuse_another_model(config, companions, read_config(own), own)
     mine = sum(tensor.num_bytes for tensor in tensors) // ranks.size
     count = _Counter(mine, progress)
     with new_folder(out, ranks) as staging:
@@ -134,11 +156,18 @@ def weights_folder(folder: Path) -> Path:
     return folder / (word if word == RELEASE else f"iter_{int(word):07d}")
 
 
-def _companions_of(folder: Path) -> Path:
-    for place in (folder / COMPANIONS, folder.parent / COMPANIONS):
-        if place.is_dir():
-            return place
-    raise CheckpointError(f"{folder}: no {COMPANIONS}/ with config.json in it or beside it; name the model's HF folder")
+def _companion_places(folder: Path) -> tuple[Path, Path]:
+    return folder / COMPANIONS, folder.parent / COMPANIONS
+
+
+def _refuse_another_model(config: DecoderConfig, chosen: Path, own: DecoderConfig, beside: Path) -> None:
+    """Heads can be cut otherwise, and a vocabulary be shorter, with every shape in place: the values would be wrong."""
+    for name in DECIDE_WEIGHTS:
+        if (found := getattr(config, name)) != (wanted := getattr(own, name)):
+            raise CheckpointError(
+                f"{chosen / CONFIG_FILE}: {name} is {found}; these weights were written for {wanted} "
+                f"({beside / CONFIG_FILE})"
+            )
 
 
 # ---- HF to Megatron

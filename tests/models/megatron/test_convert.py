@@ -193,6 +193,28 @@ def test_what_does_not_fit_is_named_with_its_file(tmp_path, hf):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 100}, r"other/config.json: vocab_size is 100; .* written for 131 \(.*/hf/config.json\)"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}, "num_heads is 2; .* for 4"),
+    ],
+)
+def test_another_model_whose_shapes_fit_is_refused(tmp_path, hf, changes, message):
+    """Rows of the vocabulary would be cut off as padding, or q, k and v be told apart at the wrong rows."""
+    source = hf("llama_tied")
+    to_megatron(source, tmp_path / "megatron")
+    raw = json.loads((source / "config.json").read_text())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**raw, **changes}))
+    with pytest.raises(CheckpointError, match=message):
+        to_hf(tmp_path / "megatron", tmp_path / "back", tmp_path / "other")
+    assert not (tmp_path / "back").exists()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 9}))
+    to_hf(tmp_path / "megatron", tmp_path / "back", tmp_path / "other")  # moves no weight
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["max_position_embeddings"] == 9
+
+
 def test_one_matrix_of_two_dtypes_is_refused(tmp_path, hf):
     source = hf("llama_tied")
     tensors = tensors_of(source)

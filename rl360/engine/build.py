@@ -74,8 +74,10 @@ def build(
         if restore_from is not None:
             trainer.restore(restore_from)
         engine_urls, sync = make_engines(config, run_dir, trainer, stack)
-        sync.sync(trainer, trainer.version)  # servers that run already may hold other weights than a resumed trainer
-        gateway = make_gateway(config, run_dir, engine_urls)
+        # Servers that run already may hold other weights than a resumed trainer.
+        first = sync.sync(trainer, trainer.version)
+        serving = tuple(url for url in engine_urls if url not in first.dropped)
+        gateway = make_gateway(config, run_dir, serving)
         sync.on_change(lambda urls: _in_a_loop_of_its_own(gateway.set_engines(urls)))
         sync.hold_requests_at(gateway)
         rollout = make_rollout(config, run_dir, run_id, gateway, events)

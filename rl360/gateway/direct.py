@@ -97,6 +97,8 @@ class DirectGateway:
             await self._group.call(0, "set_engines", self._engine_urls, timeout_s=self._call_timeout_s)
         if self._held:
             await self._group.call(0, "hold", timeout_s=self._call_timeout_s)
+            if not self._held:  # another thread's `release` may have come before this `hold`
+                await self._group.call(0, "release", timeout_s=self._call_timeout_s)
 
     async def hold(self) -> None:
         """No request reaches an engine until `release`; from any event loop. A new proxy begins held, too."""

@@ -1,6 +1,6 @@
 """The embedded engine as a server that is wrong on purpose: PERTURB=temperature samples at another one, PERTURB=weights
 says that it loads new weights and keeps the old ones, PERTURB=dies is killed while weights arrive, once in a run and
-not before it has had the first step's."""
+not before it serves version PERTURB_FROM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> int:
         copy = EmbeddedEngine.copy_weights
 
         def killed(engine: EmbeddedEngine, named: Any) -> None:
-            if engine.version >= 1:
+            if engine.version >= int(os.environ["PERTURB_FROM"]):
                 try:
                     Path(os.environ["PERTURB_ONCE"]).touch(exist_ok=False)
                 except FileExistsError:

@@ -78,19 +78,22 @@ def test_a_server_that_is_killed_in_a_run_is_replaced_and_nothing_is_lost(tiny_l
     assert processes(str(tmp_path), "rl360.gateway.embedded.serve") == []
 
 
-@pytest.mark.parametrize("sync", ["ipc", "nccl"])
-def test_a_server_that_is_killed_as_weights_arrive_costs_nothing(sync, tiny_llama_dir, tmp_path):
-    """It leaves the serving set while the synchronisation is running, and the gateway is told from in there."""
+@pytest.mark.parametrize(("sync", "serves", "loses"), [("ipc", 1, 2), ("nccl", 1, 2), ("ipc", 0, 0)])
+def test_a_server_that_is_killed_as_weights_arrive_costs_nothing(sync, serves, loses, tiny_llama_dir, tmp_path):
+    """It leaves the serving set while the synchronisation is running, and the gateway is told from in there. One that
+    leaves in the first one, before there is a gateway, is not among the engines that this begins with."""
     out = tmp_path / "run"
     words = arguments(tiny_llama_dir, out, sync, "rollout.sglang.num_servers=2", "iterations=4")
+    perturb = {"PERTURB": "dies", "PERTURB_ONCE": str(tmp_path / "once"), "PERTURB_FROM": str(serves)}
     done = subprocess.run(
         [word.replace("rl360.gateway.embedded.serve", "tests.e2e.perturbed_engine") for word in words],
-        env={**environment(tmp_path), "PERTURB": "dies", "PERTURB_ONCE": str(tmp_path / "once")},
+        env={**environment(tmp_path), **perturb},
         capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "once").exists()
-    assert re.search(r"version 2: without http://[\d.:]+, being replaced", (out / "logs" / "driver.log").read_text())
+    log = (out / "logs" / "driver.log").read_text()
+    assert re.search(rf"version {loses}: http://[\d.:]+ leaves the serving set", log)
     assert all(row["mismatch/logprob_diff_mean"] < 1e-4 for row in metrics(out))
     assert json.loads((out / "summary.json").read_text())["attempts"]["masked"] == 0
     assert recount(out).problems == []

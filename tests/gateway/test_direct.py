@@ -166,3 +166,24 @@ async def test_a_proxy_that_cannot_be_started_again_says_so(tmp_path: Path) -> N
         os.kill(made._group.pid(0), signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(InfrastructureError, match=r"proxy_start.*tokenizer.json: not found"):
             await made.open(attempt_spec())
+
+
+async def test_a_release_that_overtakes_the_hold_of_a_new_proxy_is_not_lost(tmp_path: Path) -> None:
+    """A synchronisation ends, in its own thread, just as a proxy that was started again is told that it goes on."""
+
+    heard: list[str] = []
+
+    class Slow:
+        async def call(self, index: int, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+            if method == "hold":
+                await made.release()
+            heard.append(method)
+            return "http://nowhere"
+
+    def make_workers(**kwargs: Any) -> Any:
+        return Slow()
+
+    made = DirectGateway(engine_urls=[], tokenizer_dir=tmp_path, worker_group_factory=make_workers, log_dir=tmp_path)
+    made._started = made._held = True
+    await made._greet()
+    assert heard == ["url", "release", "hold", "release"]

@@ -32,11 +32,10 @@ else
         rollout.max_new_tokens=96 trainer.max_tokens_per_gpu=8192)
 fi
 cores=$(taskset -pc $$ | sed 's/.*: //') names=()
-gpu=${CUDA_VISIBLE_DEVICES:-0}
 for part in "${parts[@]}"; do
     program=(python3 benchmarks/colocated.py --out "$out/colocated-$part.json")
     case $part in
-        fail) begin fail $cores "${common[@]}" "${big[@]}" iterations=1 "rollout.sglang.devices=[${gpu%%,*}]" ;;
+        fail) begin fail $cores "${common[@]}" "${big[@]}" iterations=1 'rollout.sglang.devices=[0]' ;;
         run) begin run $cores "${common[@]}" "${big[@]}" iterations=3 rollout.sglang.colocated=true ;;
         canary) begin canary $cores "${common[@]}" "${small[@]}" iterations=5 rollout.sglang.colocated=true \
             trainer.learning_rate=0 mismatch.stop=true ;;

@@ -99,7 +99,7 @@ class SGLangConfig:
     command: list[str] = field(default_factory=list)  # what takes SGLang's flags; empty: this Python's sglang
     num_servers: int = 1
     tensor_parallel_size: int = 1  # GPUs of one server
-    devices: list[int] = field(default_factory=list)  # GPUs by number, server by server; empty: those that are visible
+    devices: list[int] = field(default_factory=list)  # of the visible GPUs, from 0, server by server; empty: all
     base_port: int = 0  # two ports a server from here on; 0: free ones
     dtype: str = "bfloat16"
     attention_backend: str | None = None  # such as triton, where the FA3 binary is missing

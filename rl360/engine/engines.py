@@ -134,8 +134,21 @@ def server_devices(config: RootConfig) -> list[str]:
 
 
 def devices(settings: SGLangConfig) -> list[str]:
-    """Names for CUDA_VISIBLE_DEVICES: those of the config, else those that this process may see, else every GPU."""
-    return [str(number) for number in settings.devices] if settings.devices else every_device()
+    """Names for CUDA_VISIBLE_DEVICES: of those that this process may see, the ones that the config numbers, or all.
+
+    Raises ConfigError for a number beyond them. Where no GPU can be seen the numbers are the names.
+    """
+    visible = every_device()
+    if not settings.devices:
+        return visible
+    if not visible:
+        return [str(number) for number in settings.devices]
+    if outside := [number for number in settings.devices if number >= len(visible)]:
+        raise ConfigError(
+            f"rollout.sglang.devices: {', '.join(map(str, outside))}; this process sees {len(visible)} GPUs "
+            f"({', '.join(visible)}), numbered from 0"
+        )
+    return [visible[number] for number in settings.devices]
 
 
 def every_device() -> list[str]:

@@ -34,10 +34,17 @@ def config(visible: str, monkeypatch: pytest.MonkeyPatch, megatron_gpus: int = 0
         ("0", 0, {}, ["0"]),  # and shares the only one
         ("", 8, {}, []),  # no GPU here: nothing to deal out
         ("0,1,2", 2, {"devices": [1]}, ["1"]),  # as it is said
+        ("4,6,7", 1, {"devices": [2, 0]}, ["7", "4"]),  # numbers are those of CUDA, as everywhere in the config
+        ("", 1, {"devices": [1]}, ["1"]),  # no GPU here
     ],
 )
 def test_devices(visible, megatron_gpus, sglang, expected, monkeypatch):
     assert server_devices(config(visible, monkeypatch, megatron_gpus, **sglang)) == expected
+
+
+def test_a_number_beyond_what_is_visible_is_named(monkeypatch):
+    with pytest.raises(ConfigError, match=r"devices: 2; this process sees 2 GPUs \(6, 7\)"):
+        server_devices(config("6,7", monkeypatch, 1, devices=[0, 2]))
 
 
 def test_no_group_spans_a_gpu_twice(monkeypatch):

@@ -83,13 +83,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gateways", default="direct,smg", help="what is measured beside the server itself")
-    parser.add_argument("--device", action="append", default=[], help="GPU by number; none: whatever is visible")
+    parser.add_argument("--device", action="append", default=[], help="of the visible GPUs from 0; none: all")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/rl360-serving"))
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    from rl360.engine.engines import every_device
     from rl360.serving.command import ServerFlags, launches
     from rl360.serving.fleet import Fleet, WatchSettings
 
@@ -101,7 +102,8 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         load_format=arguments.load_format,
         extra_args=tuple(shlex.split(arguments.extra)),
     )
-    fleet = Fleet(launches(flags, 1, 0, arguments.device), arguments.logs, WatchSettings(health_interval_s=3600.0))
+    devices = [every_device()[int(number)] for number in arguments.device]
+    fleet = Fleet(launches(flags, 1, 0, devices), arguments.logs, WatchSettings(health_interval_s=3600.0))
     began = time.monotonic()
     (url,) = await asyncio.to_thread(fleet.start)
     start_s = time.monotonic() - began

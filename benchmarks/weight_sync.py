@@ -82,8 +82,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--extra", default="", help="more flags of the servers")
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", action="append", default=[], help="GPU of a server, by number")
-    parser.add_argument("--trainer-device", default="0", help="GPU by number, or cpu")
+    parser.add_argument("--device", action="append", default=[], help="GPU of a server, of the visible ones from 0")
+    parser.add_argument("--trainer-device", default="0", help="of the visible GPUs from 0, or cpu")
     parser.add_argument("--bucket-gib", type=float, default=1.0)
     parser.add_argument("--context-length", type=int, default=4096)
     parser.add_argument("--syncs", type=int, default=5)
@@ -145,6 +145,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _fleet(arguments: argparse.Namespace, model: Path, servers: int, load_format: str | None) -> Any:
+    from rl360.engine.engines import every_device
     from rl360.serving.command import ServerFlags, launches
     from rl360.serving.fleet import Fleet, WatchSettings
 
@@ -157,8 +158,10 @@ def _fleet(arguments: argparse.Namespace, model: Path, servers: int, load_format
         extra_args=tuple(shlex.split(arguments.extra)),
     )
     logs = arguments.work / ("logs" if load_format else "logs-cold")
-    visible = [arguments.trainer_device] if arguments.sync == "ipc" and arguments.trainer_device != "cpu" else []
-    plan = launches(flags, servers, 0, arguments.device, visible)
+    every = every_device()
+    devices = [every[int(number)] for number in arguments.device]
+    shared = arguments.sync == "ipc" and arguments.trainer_device != "cpu"
+    plan = launches(flags, servers, 0, devices, [every[int(arguments.trainer_device)]] if shared else [])
     return Fleet(plan, logs, WatchSettings(health_interval_s=3600.0))
 
 

@@ -8,11 +8,13 @@
 # but who computes. Of the cores that the script may use (`taskset`, 15 at least) a run with the embedded engine has two
 # fifths of a third (trials 50 ms of CPU each, the engine's thread), one with SGLang three fifths (the scheduler and the
 # gateway beside them). `RL360_MEGATRON` adds to the second side.
+RL360_DEADLINE_S=${RL360_DEADLINE_S:-560}
 source "$(dirname "$0")/runs.sh"
 iterations=${1:-16}
 read -ra seeds <<< "${2:-0 1 2}"
 common=(experiment=coding_overfit32_smollm2 "iterations=$iterations" group_size=8 tasks_per_iteration=32 evaluation=none
     'logger=[jsonl,console]' checkpoint.every=0 checkpoint.hf=false rollout.request_timeout_s=200 rollout.turn_timeout_s=240
+    rollout.num_workers=4  # 256 trials an iteration took 18 s with two
     trainer.learning_rate=2e-5 trainer.warmup_steps=0 'trainer.betas=[0.9,0.98]' trainer.eps=1e-8 trainer.weight_decay=0.1
     trainer.max_grad_norm=1.0 trainer.max_tokens_per_gpu=8192 trainer.logprob_chunk_tokens=1024)
 torch=(trainer=torch rollout=embedded gateway=direct rollout.max_running_requests=128)

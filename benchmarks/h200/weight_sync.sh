@@ -14,7 +14,7 @@ for sync in ipc disk; do
     python3 benchmarks/weight_sync.py --model "$work/qwen3_8b" --sync "$sync" --device 0 --trainer-device 0 \
         --extra "$common --mem-fraction-static 0.3" --work "$work/$sync" --out "$out/sync-8b-$sync.json" || status=$?
 done
-if [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
+if [ "$(python3 -c 'import torch; print(torch.cuda.device_count())')" -ge 2 ]; then
     python3 benchmarks/weight_sync.py --model "$work/qwen3_8b" --sync nccl --device 1 --trainer-device 0 \
         --extra "$common --mem-fraction-static 0.3" --work "$work/nccl" --out "$out/sync-8b-nccl.json" || status=$?
 fi

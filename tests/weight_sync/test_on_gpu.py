@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from rl360.engine.engines import every_device
 from rl360.trainers.offload import Offloader
 from rl360.weight_sync.buckets import tensor_hash
 from rl360.weight_sync.sources import TensorSource
@@ -52,8 +53,8 @@ def test_sglang_opens_our_handles_and_hashes_as_we_do() -> None:
         name: torch.randn(shape, generator=generator, device="cuda").bfloat16() for name, shape in shapes.items()
     }
     source = TensorSource(weights.items)
-    # Its devices in another order, where there are several: a handle names the GPU, not its number.
-    visible = ",".join(str(number) for number in reversed(range(torch.cuda.device_count())))
+    # The GPUs of this process in another order, where there are several: a handle names the GPU, not its number.
+    visible = ",".join(reversed(every_device()))
     reader = subprocess.Popen(
         [sys.executable, "-c", READER],
         stdin=subprocess.PIPE,

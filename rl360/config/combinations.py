@@ -82,7 +82,7 @@ RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "rollout.max_context_tokens": (2, None, False),
     "rollout.max_staleness": (0, None, False),
     "rollout.concurrency": (1, None, False),
-    "rollout.num_workers": (1, None, False),
+    "rollout.num_workers": (0, None, False),
     "rollout.start_interval_s": (0, None, False),
     "rollout.max_tries": (1, None, False),
     "rollout.max_masked_share": (0, 1, False),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl360.config.schemas import MegatronTrainerConfig, RootConfig, TorchTrainerConfig
+from rl360.config.workers import num_trial_workers
 
 GIB = 1024**3
 MIB = 1024**2
@@ -127,7 +128,7 @@ def forecast(shape: ModelShape, config: RootConfig) -> Forecast:
         "logits_chunk": 2 * logits_rows * shape.vocab_size * FP32_BYTES,
         "driver": DRIVER_BASE_BYTES,
         "proxy": PROXY_BYTES,
-        "trial_workers": config.rollout.num_workers * WORKER_BYTES,
+        "trial_workers": num_trial_workers(config.rollout) * WORKER_BYTES,
     }
     if config.algorithm.kl_coef > 0:
         memory["reference"] = weights
@@ -145,7 +146,7 @@ def _of_ranks(parameters: int, trainer: MegatronTrainerConfig, config: RootConfi
         "ranks": trainer.num_gpus * RANK_BYTES,
         "driver": DRIVER_BASE_BYTES,
         "proxy": PROXY_BYTES,
-        "trial_workers": config.rollout.num_workers * WORKER_BYTES,
+        "trial_workers": num_trial_workers(config.rollout) * WORKER_BYTES,
     }
     if trainer.async_checkpoint:
         memory["checkpoint_copy"] = parameters * saved  # it leaves the GPU before it is written

@@ -141,7 +141,7 @@ class RolloutConfig:
     stop_at_code_block: bool = False  # end the turn when a fenced code block closes
     max_staleness: int = 0  # versions that rollouts may run ahead; 0: on-policy
     concurrency: int = 64  # attempts open at once
-    num_workers: int = 2  # trial worker processes
+    num_workers: int = 0  # trial worker processes; 0: two, more where cores and attempts warrant it
     start_interval_s: float = 0.02  # least time between two trial starts in one worker
     max_tries: int = 3  # tries of one attempt, the first included; then it is masked
     max_masked_share: float = 0.5  # more masked attempts than this share of an iteration end the run

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rl360.config.schemas import RootConfig
+from rl360.config.workers import num_trial_workers
 from rl360.engine.gateway_counts import GatewayCounts
 from rl360.engine.workers import LocalWorkerGroup
 from rl360.errors import ConfigError
@@ -184,9 +185,10 @@ def make_gateway(config: RootConfig, run_dir: Path, engine_urls: Sequence[str]) 
 
 def make_rollout(config: RootConfig, run_dir: Path, run_id: str, gateway: Gateway, events: RolloutEvents) -> Rollout:
     rollout = config.rollout
+    num_workers = num_trial_workers(rollout)
     workers = LocalWorkerGroup(
         TRIAL_WORKER,
-        rollout.num_workers,
+        num_workers,
         {
             "agent": {**asdict(config.agent), "timeout_s": agent_timer_s(*agent_deadlines(config))},
             "sandbox": asdict(config.sandbox),
@@ -194,7 +196,7 @@ def make_rollout(config: RootConfig, run_dir: Path, run_id: str, gateway: Gatewa
             "trials_dir": run_dir / "trials",
             "trial_timeout_s": config.cluster.trial_timeout_s,
             "model_name": config.model.name,
-            "max_concurrent": -(-rollout.concurrency // rollout.num_workers),
+            "max_concurrent": -(-rollout.concurrency // num_workers),
             "start_interval_s": rollout.start_interval_s,
             "run_id": run_id,
             "keep_trial_dirs": rollout.keep_trial_dirs,

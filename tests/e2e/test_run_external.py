@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl360.diagnostics.recount import recount
+from rl360.diagnostics.recount import _trajectories, recount
 from rl360.gateway.embedded.engine import EmbeddedEngine
 from rl360.gateway.embedded.server import EngineServer
 from rl360.models.loading import load_decoder
@@ -46,6 +46,53 @@ def test_weights_reach_an_engine_by_url(tiny_llama_dir, tmp_path):
     assert all(row["mismatch/logprob_diff_mean"] < 1e-4 for row in metrics(out))
     assert recount(out).problems == []
     assert not list(Path(out / "weights").glob("version-[01]"))  # only the served one is kept
+
+
+def _trained_lengths(out: Path) -> dict[str, int]:
+    """Tokens that were sampled in each attempt that was trained."""
+    trained = set()
+    for line in (out / "ledger.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row.get("kind") == "trained":
+            trained.add(row["try_id"])
+    return {
+        row["spec"]["attempt_id"]: sum(turn["completion_tokens"] for turn in row["turns"])
+        for row in _trajectories(out)
+        if row["spec"]["try_id"] in trained
+    }
+
+
+def test_running_ahead_trains_the_same_attempts_long_ones_too(tiny_llama_dir, tmp_path):
+    """At learning rate 0 an attempt's answer depends on its seed alone, so both runs can be compared one by one. (What
+    is interrupted draws anew behind the interruption, so syncs wait for what runs.) With two slots for eight attempts an
+    iteration, taking whatever is ready would prefer the short ones."""
+    found = []
+    for staleness in (0, 2):
+        engine = EmbeddedEngine(
+            load_decoder(tiny_llama_dir), tiny_llama_dir, max_running_requests=2, kv_cache_gib=0.1, deterministic=False
+        )
+        server = EngineServer(engine)
+        out = tmp_path / f"run-{staleness}"
+        try:
+            arguments = command(
+                tiny_llama_dir, out, "rollout=external", f"rollout.engine_urls=[{server.start()}]",
+                f"rollout.max_staleness={staleness}", "rollout.max_new_tokens=96", "iterations=5",
+                "algorithm=grpo_async", "algorithm.filter=none", "trainer.learning_rate=0", "rollout.sync_mode=drain",
+            )  # fmt: skip
+            arguments.remove("rollout.deterministic=true")
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(
+                arguments, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False, cwd=ROOT
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+        finally:
+            server.close()
+        found.append((_trained_lengths(out), max(row["rollout/staleness_max"] for row in metrics(out))))
+    (fresh, none), (ahead, stalest) = found
+    assert none == 0 < stalest
+    assert len(fresh) == 5 * 8
+    assert max(fresh.values()) > 2 * min(fresh.values())  # or there would be nothing to prefer
+    assert ahead == fresh
 
 
 def test_rollouts_run_ahead_of_the_weights(tiny_llama_dir, tmp_path):

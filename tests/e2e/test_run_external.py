@@ -64,8 +64,8 @@ def _trained_lengths(out: Path) -> dict[str, int]:
 
 def test_running_ahead_trains_the_same_attempts_long_ones_too(tiny_llama_dir, tmp_path):
     """At learning rate 0 an attempt's answer depends on its seed alone, so both runs can be compared one by one. (What
-    is interrupted draws anew behind the interruption, so syncs wait for what runs.) With two slots for eight attempts an
-    iteration, taking whatever is ready would prefer the short ones."""
+    is interrupted draws anew behind the interruption, so syncs wait for what runs.) With two slots for eight attempts
+    an iteration, taking whatever is ready would prefer the short ones."""
     found = []
     for staleness in (0, 2):
         engine = EmbeddedEngine(

@@ -15,10 +15,11 @@ taken to be its own), so no time on a network is in it; the optimizer holds ever
 and FLOPs are 1/N of the whole's, and so is the roofline; this rank may predict a little more of it than that, because
 the first ones have the prompt.
 
-The roofline is measured on the same card just before: the products of every linear layer (forward, gradient of the
+The roofline is measured on the same card just after: the products of every linear layer (forward, gradient of the
 input, gradient of the weight added in fp32), of the head, and the attention kernel, forward and backward, each at the
 shape that the step uses and timed alone. Their sum is the least time of the step on this card; nothing else of the step
-(norms, rotary embedding, SwiGLU, softmax of the head, optimizer) is in it.
+(norms, rotary embedding, SwiGLU, softmax of the head, optimizer) is in it. `--roofline-of FILE` takes it from a result
+for the same shape, layout and cases. Stages and their seconds go to stderr, and --json is written after each of them.
 
 MFU counts: 6 FLOPs a matrix parameter and token (embedding excluded; the head only for positions that predict a
 trained token), attention at half of the full square, 3.5 times 4 x pairs x heads x head width for forward and backward
@@ -35,7 +36,8 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.progress import Progress, end_on_sigterm  # noqa: E402
 from rl360.algorithms.grpo import GRPO  # noqa: E402
 from rl360.engine.workers import LocalWorkerGroup  # noqa: E402
 from rl360.models.decoder import DecoderConfig  # noqa: E402
@@ -53,6 +56,8 @@ from rl360.types import Batch  # noqa: E402
 from rl360.types import Sequence as TokenSequence  # noqa: E402
 
 PEAK_FLOPS = 989e12
+# What a roofline depends on beside the layers and the cases.
+OF_ROOFLINE = ("config", "tensor_parallel", "context_parallel", "one_of_context", "logprob_chunk", "prompt_share")
 ONE_OF_CONTEXT = "RL360_BENCHMARK_ONE_OF_CONTEXT"  # for the rank's process
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -93,16 +98,31 @@ def main() -> None:
             | {"cases": " ".join(case.name for case in args.cases)},
             "layers": shape.num_layers,
             "fp32_logits": args.trainer.get("fp32_logits", True),  # files without it are older, and of false
+            "roofline_ms": {} if args.roofline_of is None else taken_rooflines(shape, args),
+            "cases": {},
         }
-        found["roofline_ms"] = {} if args.no_roofline else measured_rooflines(shape, args, Path(scratch))
-        found["cases"] = measured_steps(shape, args, folder, Path(scratch))
+        progress = Progress(found, args.json)
+        end_on_sigterm()
+        measure_steps(shape, args, folder, Path(scratch), progress)
+        if not args.no_roofline and args.roofline_of is None:
+            measure_rooflines(shape, args, Path(scratch), progress)
     for case in args.cases:
-        figures = found["cases"][case.name]
-        figures |= derived(shape, args, case, figures, found["roofline_ms"].get(case.name))
-        names = ("step_s", "tokens_per_s", "model_tflops_per_gpu", "mfu", "share_of_roofline", "peak_memory_gib")
-        print(case.name, *(f"{name}={figures[name]:.4g}" for name in names if name in figures), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        print(case.name, summary(found["cases"][case.name]), flush=True)
+
+
+def summary(figures: dict[str, Any]) -> str:
+    names = ("step_s", "tokens_per_s", "model_tflops_per_gpu", "mfu", "share_of_roofline", "peak_memory_gib")
+    return " ".join(f"{name}={figures[name]:.4g}" for name in names if name in figures)
+
+
+def taken_rooflines(shape: DecoderConfig, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The ones of another result. Ends the program when that one had another shape or layout, or lacks a case."""
+    other = json.loads(args.roofline_of.read_text())
+    asked = {"layers": shape.num_layers} | {key: str(getattr(args, key)) for key in OF_ROOFLINE}
+    there = {"layers": other["layers"]} | {key: other["arguments"].get(key) for key in OF_ROOFLINE}
+    if asked != there or any(case.name not in other["roofline_ms"] for case in args.cases):
+        sys.exit(f"train_step.py: {args.roofline_of}: a roofline of {there}, expected {asked} with every case")
+    return {case.name: other["roofline_ms"][case.name] for case in args.cases}
 
 
 @dataclass(frozen=True)
@@ -135,6 +155,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--no-roofline", action="store_true")
+    parser.add_argument("--roofline-of", type=Path, help="JSON of another run whose roofline is taken")
     parser.add_argument(
         "--profile", action="store_true", help="print the kernels that took longest in each case's last step"
     )
@@ -150,7 +171,9 @@ def parse() -> argparse.Namespace:
 # ---- the steps
 
 
-def measured_steps(shape: DecoderConfig, args: argparse.Namespace, folder: Path, scratch: Path) -> dict[str, Any]:
+def measure_steps(
+    shape: DecoderConfig, args: argparse.Namespace, folder: Path, scratch: Path, progress: Progress
+) -> None:
     from rl360.trainers.megatron.trainer import MegatronTrainer
 
     trainer = MegatronTrainer(
@@ -170,27 +193,35 @@ def measured_steps(shape: DecoderConfig, args: argparse.Namespace, folder: Path,
         log_dir=scratch / "logs",
         **args.trainer,
     )
-    found = {}
+    found = progress.found
     try:
-        trainer.start()
+        with progress.stage("trainer start"):
+            trainer.start()
+        for line in (scratch / "logs" / "trainer-0.log").read_text().splitlines():
+            if line.startswith(BenchmarkRank.SAYS):
+                progress.say(line)
         for case in args.cases:
-            trainer._max_tokens = -(-sum(case.lengths) // args.context_parallel)  # micro-batches as the case says
-            rows = []
-            for number in range(args.warmup + args.steps):
-                rows.append(dict(trainer.step(random_batch(shape, args, case, seed=number)).metrics))
-                print(f"{case.name} step {number}: {rows[-1]['time/train_s']:.3f} s", file=sys.stderr, flush=True)
+            with progress.stage(f"{case.name} steps"):
+                trainer._max_tokens = -(-sum(case.lengths) // args.context_parallel)  # micro-batches as the case says
+                rows = []
+                for number in range(args.warmup + args.steps):
+                    rows.append(dict(trainer.step(random_batch(shape, args, case, seed=number)).metrics))
+                    progress.say(f"{case.name} step {number}: {rows[-1]['time/train_s']:.3f} s")
+                    if number >= args.warmup:
+                        counted = rows[args.warmup :]
+                        figures = {"step_s": statistics.median(r["time/train_s"] for r in counted), "metrics": counted}
+                        figures |= derived(shape, args, case, figures, found["roofline_ms"].get(case.name))
+                        found["cases"][case.name] = figures
+            progress.say(f"{case.name} {summary(found['cases'][case.name])}")
             if args.profile:
                 for text in trainer._call("profiled", [(case.name,)] * args.num_gpus, 60.0)[:1]:
                     print(text, flush=True)
-            counted = rows[args.warmup :]
-            found[case.name] = {"step_s": statistics.median(r["time/train_s"] for r in counted), "metrics": counted}
     except BaseException:
         for log in sorted((scratch / "logs").glob("*.log")):
             print(f"--- {log.name}\n{log.read_text()[-4000:]}", file=sys.stderr)
         raise
     finally:
         trainer.close()
-    return found
 
 
 def rank_class(args: argparse.Namespace) -> str:
@@ -224,20 +255,27 @@ def random_batch(shape: DecoderConfig, args: argparse.Namespace, case: Case, see
 
 
 class BenchmarkRank(MegatronRank):
-    """Draws its weights on the device, another draw on every rank: a host draws 8B numbers in minutes."""
+    """Says in its log how far its start is."""
+
+    SAYS = "rank "
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        from rl360.models.megatron import model
+        self._began = time.perf_counter()
+        self._say("is here")
 
-        def fill(chunks: Any, config: DecoderConfig, *_: Any) -> None:
-            import torch
+    def _say(self, text: str) -> None:
+        print(f"{self.SAYS}{self.rank} {text} after {time.perf_counter() - self._began:.1f} s", flush=True)
 
-            with torch.no_grad():
-                for parameter in (p for chunk in chunks for p in chunk.parameters()):
-                    parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, config.initializer_range)
+    def _hardware(self) -> Any:
+        self._say("has torch")
+        return super()._hardware()
 
-        model.fill_random = fill
+    def _train(self, device: Any, dtype: Any) -> Any:
+        self._say("has met the others")
+        training = super()._train(device, dtype)
+        self._say("has weights, buffers and optimizer")
+        return training
 
 
 class ProfiledRank(BenchmarkRank):
@@ -302,100 +340,27 @@ class CopiesForExchanges:
 # ---- the roofline
 
 
-class Roofline:
-    """A worker: times products and attention alone, on a card that holds nothing else."""
-
-    def __init__(self, shape: DecoderConfig, args: argparse.Namespace, rank: int) -> None:
-        self.shape, self.args = shape, args
-
-    def measure(self, lengths: tuple[int, ...]) -> dict[str, float]:
-        """Milliseconds of one micro-batch on one rank, by part; forward and backward together."""
-        import torch
-
-        from rl360.models.megatron.attention_cuda import attend_varlen, kernel_name
-
-        shape, args = self.shape, self.args
-        device, kind = torch.device("cuda", 0), torch.bfloat16
-        tensor, context = args.tensor_parallel, args.context_parallel * args.one_of_context
-        tokens = sum(lengths) // context
-        predicting = sum(n - max(1, int(n * args.prompt_share)) for n in lengths) // context
-        heads, kv_heads, width = shape.num_heads // tensor, shape.num_kv_heads // tensor, shape.head_dim
-        products = {
-            "qkv": (tokens, (heads + 2 * kv_heads) * width, shape.hidden_size),
-            "out": (tokens, shape.hidden_size, heads * width),
-            "gate_up": (tokens, 2 * shape.intermediate_size // tensor, shape.hidden_size),
-            "down": (tokens, shape.hidden_size, shape.intermediate_size // tensor),
-        }
-        found = {}
-        for name, (rows, out, inner) in products.items():
-            found[name] = product_ms(rows, out, inner, device) * shape.num_layers
-        chunk = min(args.logprob_chunk, predicting)
-        found["head"] = product_ms(chunk, shape.vocab_size // tensor, shape.hidden_size, device) * predicting / chunk
-        found["products"] = sum(found.values())
-
-        # One rank's queries: all of the sequences, or their last 1/context (late chunks see the most: scaled by pairs).
-        bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
-        q, k, v = (
-            torch.randn(sum(lengths), h, width, device=device, dtype=kind, requires_grad=True)
-            for h in (heads, kv_heads, kv_heads)
-        )
-        toward = torch.randn_like(q)
-        longest = max(lengths)
-
-        def forward() -> Any:
-            return attend_varlen(q, k, v, bounds, bounds, longest, longest)
-
-        out = forward()
-
-        def backward() -> None:
-            torch.autograd.grad(out, (q, k, v), toward, retain_graph=True)
-
-        found["attention"] = (timed_ms(forward) + timed_ms(backward)) * shape.num_layers / context
-        found["total"] = found["products"] + found["attention"]
-        print(f"attention kernel {kernel_name(device)}", found, flush=True)
-        return found
-
-
-def product_ms(rows: int, out: int, inner: int, device: Any) -> float:
-    """A linear layer's three products: bf16, the weight's gradient added to an fp32 buffer."""
-    import torch
-
-    x = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
-    weight = torch.randn(out, inner, device=device, dtype=torch.bfloat16)
-    grad = torch.randn(rows, out, device=device, dtype=torch.bfloat16)
-    main_grad = torch.zeros(out, inner, device=device)
-    return (
-        timed_ms(lambda: torch.nn.functional.linear(x, weight))
-        + timed_ms(lambda: grad @ weight)
-        + timed_ms(lambda: torch.addmm(main_grad, grad.t(), x, out_dtype=torch.float32, out=main_grad))
-    )
-
-
-def timed_ms(run: Callable[[], Any], repeats: int = 10) -> float:
-    import torch
-
-    for _ in range(3):
-        run()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / repeats
-
-
-def measured_rooflines(shape: DecoderConfig, args: argparse.Namespace, scratch: Path) -> dict[str, dict[str, float]]:
+def measure_rooflines(shape: DecoderConfig, args: argparse.Namespace, scratch: Path, progress: Progress) -> None:
     group = LocalWorkerGroup(
-        f"{Path(__file__).stem}:Roofline",
+        "roofline:Roofline",
         1,
         {"shape": shape, "args": argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "cases"})},
         name="roofline",
         log_dir=scratch / "logs",
     )
-    group.start()
+    found = progress.found
     try:
-        return {case.name: asyncio.run(group.call(0, "measure", case.lengths, timeout_s=300)) for case in args.cases}
+        group.start()
+        for case in args.cases:
+            parts: dict[str, float] = {}
+            for part in ("products", "attention"):
+                with progress.stage(f"{case.name} roofline of {part}"):
+                    parts |= asyncio.run(group.call(0, part, case.lengths, timeout_s=300))
+            parts["total"] = parts["products"] + parts["attention"]
+            found["roofline_ms"][case.name] = parts
+            figures = found["cases"][case.name]
+            figures |= derived(shape, args, case, figures, parts)
+            progress.write()
     finally:
         group.close()
 

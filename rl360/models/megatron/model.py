@@ -34,8 +34,8 @@ RECOMPUTE = ("none", "core_attn", "full")
 # A host draws some 200 million numbers a second, on every rank all of them: Qwen3-8B's would take it the better part of
 # a minute, those of the tests' models no time at all, and there both trainers shall begin alike.
 MAX_DRAWN_ON_HOST = 2**27
-# By one kernel. torch's has a thread draw four numbers in a row; up to 2^18 of them all threads run at once on any GPU of
-# 32 multiprocessors or more, so what is drawn does not depend on how many there are.
+# By one kernel. In torch's a thread draws four numbers; up to 2^18 of them all threads run at once on any GPU of 32
+# multiprocessors or more, so what is drawn does not depend on how many there are.
 DRAWN_AT_ONCE = 2**18
 
 
@@ -216,7 +216,7 @@ def _build_chunk(
 
 @torch.no_grad()
 def fill_random(chunks: list[nn.Module], config: DecoderConfig, layout: Layout, seed: int) -> None:
-    """Fill with `drawn` matrices, gains of 1. Every rank draws the whole model, a tensor at a time, keeps its slices."""
+    """Fill with `drawn` matrices, and ones as gains. Every rank draws all tensors, in turn, and keeps its slices."""
     from rl360.models.decoder import Decoder
 
     rank = parallel_state.get_tensor_model_parallel_rank() if layout.tensor > 1 else 0

@@ -175,8 +175,11 @@ class WeightSync(Protocol):
         ...
 
     def sync(self, trainer: Trainer, version: int) -> SyncReport:
-        """Engines that failed are in `dropped`, out of the serving set. Raises EngineError when none is left."""
+        """Engines that failed are in `dropped`, out of the serving set. `confirmed` is empty where all died or hang and
+        are being replaced; raises EngineError when nobody will be."""
         ...
+
+    def check(self) -> None: ...  # raises EngineError when no engine is left and none will come back
 
     def on_change(self, tell: Callable[[tuple[str, ...]], None]) -> None: ...  # told each new serving set
     def hold_requests_at(self, gateway: Gateway) -> None: ...  # before engines are paused

@@ -64,6 +64,7 @@ RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "rollout.sglang.health_interval_s": (0, None, True),
     "rollout.sglang.health_timeout_s": (0, None, True),
     "rollout.sglang.health_failures": (1, None, False),
+    "rollout.sglang.straggler_s": (0, None, True),
     "rollout.sglang.max_restarts": (0, None, False),
     "rollout.sglang.bucket_gib": (0, None, True),
     "rollout.sglang.engines_per_group": (0, None, False),

@@ -117,6 +117,7 @@ class SGLangConfig:
     health_interval_s: float = 5.0  # between two looks at a server
     health_timeout_s: float = 10.0  # for its scheduler to answer
     health_failures: int = 3  # looks in a row without an answer: it hangs, and is replaced
+    straggler_s: float = 5.0  # of a sync's call: silent so much longer than the first to answer, it hangs
     max_restarts: int = 5  # of one server in the run; then it is given up
     bucket_gib: float = 1.0  # of weights sent at once, by ipc and nccl
     engines_per_group: int = 0  # servers in one broadcast group; 0: all of them, 1: none can hold up another

@@ -80,7 +80,12 @@ def sglang_engines(
     urls = fleet.start()
 
     def make_engine(url: str) -> WeightEngine:
-        return WeightEngine(url, request_timeout_s=config.rollout.request_timeout_s, api_key=api_key)
+        return WeightEngine(
+            url,
+            request_timeout_s=config.rollout.request_timeout_s,
+            straggler_s=settings.straggler_s,
+            api_key=api_key,
+        )
 
     mode: dict[str, Any] = {"mode": config.rollout.sync_mode, "drain_timeout_s": config.rollout.drain_timeout_s}
     arguments = (fleet, _transport(config, run_dir), make_engine, settings.compare_hashes)

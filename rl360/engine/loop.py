@@ -174,7 +174,7 @@ class TrainingLoop:
             try:
                 return self.rollout.next(self.state.version, POLL_S, purpose)
             except TimeoutError:
-                continue
+                self.sync.check()
 
     def decide(self, groups: Sequence[Group]) -> tuple[list[Outcome], list[Group]]:
         """One outcome for every attempt: masked, stale, filtered by a rule, or trained.
@@ -240,8 +240,8 @@ class TrainingLoop:
 
         Returns the seconds it took, and of them those of the synchronisation.
 
-        An engine that did not is out of the set by then, and comes back with the weights of the day. Without any that
-        did, `sync` raises.
+        An engine that did not is out of the set by then, and comes back with the weights of the day. Where none did,
+        requests wait for the first that comes back; where none can, `sync` raises.
         """
         began = time.monotonic()
         found: dict[str, float] = {}

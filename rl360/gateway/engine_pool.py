@@ -75,13 +75,14 @@ class EnginePool:
         self._decode = decode
         self._texts: dict[str, IdText] = {}
         self._limits: dict[asyncio.Timeout, float] = {}  # of each open turn: seconds left when its clock was stopped
+        self._held = self._empty = False
 
     async def generate(
         self, session: str, rid: str, prompt_ids: array[int], sampling: Sampling, max_new_tokens: int, seed: int
     ) -> Generation:
         """Sample one turn. Raises EngineError; cancellation aborts the request on its engine."""
         try:
-            async with asyncio.timeout(self._timeout_s if self.route.gate.is_open else None) as limit:
+            async with asyncio.timeout(None if self._clocks_stand else self._timeout_s) as limit:
                 self._limits[limit] = self._timeout_s
                 try:
                     return await self._generate(session, rid, prompt_ids, sampling, max_new_tokens, seed)
@@ -96,20 +97,31 @@ class EnginePool:
 
         The clocks of all turns stand still meanwhile: a hold may last a whole training step.
         """
-        if self.route.gate.is_open:
-            now = asyncio.get_running_loop().time()
-            for limit in self._limits:
+        self.route.gate.close()
+        self._set_clocks(held=True)
+
+    def release(self) -> None:
+        self.route.gate.open()
+        self._set_clocks(held=False)
+
+    @property
+    def _clocks_stand(self) -> bool:
+        return self._held or self._empty
+
+    def _set_clocks(self, held: bool | None = None, empty: bool | None = None) -> None:
+        stood = self._clocks_stand
+        self._held = self._held if held is None else held
+        self._empty = self._empty if empty is None else empty
+        if self._clocks_stand == stood:
+            return
+        now = asyncio.get_running_loop().time()
+        for limit, left_s in self._limits.items():
+            if stood:
+                _move(limit, now + left_s)
+            else:
                 when = limit.when()
                 self._limits[limit] = self._timeout_s if when is None else max(0.0, when - now)
                 _move(limit, None)
-            self.route.gate.close()
-
-    def release(self) -> None:
-        if not self.route.gate.is_open:
-            now = asyncio.get_running_loop().time()
-            for limit, left_s in self._limits.items():
-                _move(limit, now + left_s)
-            self.route.gate.open()
 
     async def idle(self, timeout_s: float) -> int:
         """Wait until no request is on an engine; returns how many still are after `timeout_s`."""
@@ -121,8 +133,10 @@ class EnginePool:
         self.route.forget(session)
 
     def set_engines(self, engines: Sequence[Engine]) -> None:
-        """The serving set from now on."""
+        """The serving set from now on. While it is empty, all engines are being replaced, and the clocks of turns stand
+        still: how long a server takes to start has nothing to do with a turn."""
         self.route.set_engines(engines)
+        self._set_clocks(empty=not engines)
 
     async def close(self) -> None:
         await self.route.close()

@@ -7,8 +7,8 @@ An engine that refuses connections or answers 5xx is left out: its sessions' nex
 do not come. It is asked again once it answers and serves the newest weights that this route has seen: one that came
 back by itself may have those that it was started with.
 
-While the serving set is empty (its only engine is being replaced), requests wait for the next one, within their
-deadline.
+While the serving set is empty (its engines are being replaced), requests wait for the next one, and their clocks stand
+still (engine_pool.py).
 """
 
 from __future__ import annotations

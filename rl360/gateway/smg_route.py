@@ -61,6 +61,7 @@ class SmgRoute:
         self.gate = Gate()
         self._smg = smg
         self._engines = {engine.url: engine for engine in engines}
+        self._changed = asyncio.Event()  # the serving set
         self._timeout_s = timeout_s
         self._gone_for_s = gone_for_s
         self._last_engine: dict[str, str] = {}
@@ -74,6 +75,10 @@ class SmgRoute:
         pause_s, resends, busy = FIRST_PAUSE_S, 0, 0
         while True:
             await self.gate.until_open()
+            while not self._engines:
+                await self._changed.wait()
+                await self.gate.until_open()
+                gone_since = None
             try:
                 with self.gate.passing():
                     reply, engine_url = await self._once(session, resend_rid(rid, resends), ids, params)
@@ -103,6 +108,8 @@ class SmgRoute:
 
     def set_engines(self, engines: Sequence[Engine]) -> None:
         self._engines = {engine.url: engine for engine in engines}
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def counts(self) -> Mapping[str, int]:
         return {"engine_resends": self._resends, "engine_moves": self._moves}

@@ -49,7 +49,7 @@ class _Server:
     process: ServerProcess | None = None
     serving: bool = False
     restarts: int = 0
-    given_up: bool = False
+    given_up: str | None = None  # why its last life ended
     condemned: str | None = None  # why the others want it replaced
     ended_for_memory: bool = False  # by `hold_starts`: no fault of its own
     ready: threading.Event = field(default_factory=threading.Event)  # of the first life: ready or failed
@@ -108,6 +108,14 @@ class Fleet:
     def serving(self) -> tuple[str, ...]:
         with self._lock:
             return tuple(server.launch.url for server in self._servers if server.serving)
+
+    def hopeless(self) -> str | None:
+        """Why no server will ever serve again; None while one may."""
+        reasons = [server.given_up for server in self._servers]
+        if any(reason is None for reason in reasons):
+            return None
+        said = "; ".join(f"server {one.launch.index}: {one.given_up}" for one in self._servers)
+        return f"each was started again {self._watch.max_restarts} times (rollout.sglang.max_restarts); {said}"
 
     def restarts(self) -> int:
         return sum(server.restarts for server in self._servers)
@@ -169,7 +177,7 @@ class Fleet:
     def _live(self, server: _Server) -> None:
         index = server.launch.index
         try:
-            while not self._closing.is_set() and not server.given_up:
+            while not self._closing.is_set() and server.given_up is None:
                 first = not server.ready.is_set()
                 while self._starts_held.is_set() and not self._closing.wait(WATCH_POLL_S):
                     pass
@@ -193,7 +201,7 @@ class Fleet:
                     continue
                 server.restarts += 1
                 if server.restarts > self._watch.max_restarts:
-                    server.given_up = True
+                    server.given_up = why
                     log.error("server %d is given up after %d restarts: %s", index, self._watch.max_restarts, why)
                     return
                 pause_s = min(RESTART_PAUSE_S * 2 ** (server.restarts - 1), LONGEST_PAUSE_S)

@@ -22,9 +22,10 @@ from typing import Any, Protocol
 from rl360.errors import EngineError
 from rl360.protocols import Trainer
 from rl360.types import SyncReport
+from rl360.weight_sync.calls import Failures
 from rl360.weight_sync.engine import WeightEngine
 from rl360.weight_sync.sync import IDLE_WAIT_S, FleetSync, Push, ServingSet, Timing
-from rl360.weight_sync.transports import Failures, Transport
+from rl360.weight_sync.transports import Transport
 
 log = logging.getLogger(__name__)
 
@@ -85,12 +86,10 @@ class ColocatedSync(FleetSync):
             urls = self._set.serving()
             self._take_memory(urls)
             urls = tuple(url for url in urls if url in self._set.serving())  # some may have failed just now
-            if not urls:
-                log.warning("version %d: no engine is left; replacements get it when they have started", version)
             failures = asyncio.run(self._return_memory(trainer, version, urls))
             confirmed = tuple(url for url in urls if url not in failures)
-            if urls and not confirmed:
-                raise EngineError("weight_version", f"no engine took version {version}: {failures}")
+            if not confirmed:
+                self._leave_it_to_replacements(version, failures)
             self._trainer, self._version = trainer, version
             self._turn.notify_all()
         return SyncReport(version, confirmed, tuple(failures), self.timing.transfer_s, self.timing.stall_s)
@@ -103,9 +102,9 @@ class ColocatedSync(FleetSync):
             if not asyncio.run(self._answers(url)):  # its memory was needed, or it died while it waited here
                 raise EngineError("engine_refused", f"{url} has ended")
             urls = (*self._set.serving(), url)
-            lost = self._take_memory(urls, keep=(url,))
+            lost = self._take_memory(urls, newcomer=url)
             urls = tuple(one for one in urls if one not in lost)
-            lost |= asyncio.run(self._return_memory(self._trainer, self._version, urls))
+            lost |= asyncio.run(self._return_memory(self._trainer, self._version, urls, newcomer=url))
             if url in lost:
                 raise EngineError("weight_version", lost[url])
 
@@ -119,40 +118,44 @@ class ColocatedSync(FleetSync):
     def _may_bring_up(self) -> bool:
         return self._closed or (self._weights_are_current() and not self._trainer_has_memory)
 
-    def _take_memory(self, urls: Sequence[str], keep: Collection[str] = ()) -> Failures:
+    def _take_memory(self, urls: Sequence[str], newcomer: str | None = None) -> Failures:
         """Engines give their memory to the trainer; nothing, where it has it."""
         if self._trainer_has_memory:
             return {}
         self._meanwhile.enter_context(self._set.suspended())
         self._meanwhile.callback(self._starting.allow_starts)
-        lost = asyncio.run(self._release(urls))
-        self._starting.hold_starts([url for url in keep if url not in lost])
+        lost = asyncio.run(self._release(urls, newcomer))
+        self._starting.hold_starts([] if newcomer is None or newcomer in lost else [newcomer])
         self._owner.onload()
         self._trainer_has_memory = True
         return lost
 
-    async def _release(self, urls: Sequence[str]) -> Failures:
+    async def _release(self, urls: Sequence[str], newcomer: str | None) -> Failures:
         self._began = time.monotonic()
         push = Push(self._make_engine, urls, self._version, self._set.leave)
         try:
             await self._quiet(push.everyone)
             self._hold_s = time.monotonic() - self._began
+            push.hurry(newcomer, self._usual_s)
             await push.everyone(lambda engine: engine.pause())
             await push.everyone(lambda engine: engine.flush(IDLE_WAIT_S))
-            await push.everyone(lambda engine: engine.release_memory((KV_CACHE, WEIGHTS)))
+            await push.everyone(lambda engine: engine.release_memory((KV_CACHE, WEIGHTS)), slow=True)
             self._pause_s = time.monotonic() - self._began - self._hold_s
         finally:
             await push.close()
         return push.lost
 
-    async def _return_memory(self, trainer: Trainer, version: int, urls: Sequence[str]) -> Failures:
+    async def _return_memory(
+        self, trainer: Trainer, version: int, urls: Sequence[str], newcomer: str | None = None
+    ) -> Failures:
         push = Push(self._make_engine, urls, version, self._set.leave)
         try:
             began = time.monotonic()
             await self._transport.prepare(trainer, version, push.left)
             await asyncio.to_thread(self._owner.trim)
             prepared = time.monotonic()
-            await push.everyone(lambda engine: engine.resume_memory((WEIGHTS,)))
+            push.hurry(newcomer, self._usual_s)
+            await push.everyone(lambda engine: engine.resume_memory((WEIGHTS,)), slow=True)
             if push.left:
                 push.drop(await self._transport.send(push.left))
             sent = time.monotonic()
@@ -162,7 +165,8 @@ class ColocatedSync(FleetSync):
             checked = time.monotonic()
             await asyncio.to_thread(self._owner.offload)
             self._trainer_has_memory = False
-            await push.everyone(lambda engine: engine.resume_memory((KV_CACHE,)))
+            push.hurry(newcomer, self._usual_s)  # the trainer's way out is no fault of the engine's
+            await push.everyone(lambda engine: engine.resume_memory((KV_CACHE,)), slow=True)
             await push.everyone(lambda engine: engine.flush(IDLE_WAIT_S))
             await push.everyone(lambda engine: engine.resume())
             self.timing = Timing(
@@ -173,6 +177,8 @@ class ColocatedSync(FleetSync):
                 checked - sent,
                 time.monotonic() - self._began,
             )
+            if push.left:
+                self._usual_s = checked - began
         finally:
             if not self._trainer_has_memory:  # else the run ends: nothing may reach engines that have no memory
                 self._meanwhile.close()

@@ -26,6 +26,9 @@ class SharedSync:
         self._embedded.set_version(version)
         return SyncReport(version, ("embedded",), (), 0.0, time.monotonic() - began)
 
+    def check(self) -> None:
+        """The engine lives as long as this process."""
+
     def resident(self, last: bool = False) -> AbstractContextManager[None]:
         """The trainer's memory is the engine's, always."""
         return nullcontext()

@@ -8,8 +8,10 @@ transfer; compare hashes; forget cached prefixes; set the version; continue, and
 Pausing SGLang 0.5.16 looks once a second whether requests are gone. None is there any more when it is paused here, so
 it does not wait.
 
-An engine that fails at any of these leaves the set first and is replaced, not waited for. A replacement gets the
-current weights through `bring_up` before it serves. Engines that nobody can replace (`external`) end the run instead.
+An engine that fails at any of these, or hangs, leaves the set first and is replaced, not waited for. A replacement gets
+the current weights through `bring_up` before it serves, soon or not at all: the trainer waits meanwhile. When all have
+died or hang, the version still advances: the first replacement brings it. Engines that nobody can replace (`external`),
+and weights that no engine takes, end the run instead.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from rl360.errors import EngineError
 from rl360.protocols import Trainer
 from rl360.types import SyncReport
 from rl360.weight_sync.buckets import Expectation
+from rl360.weight_sync.calls import SLOW, TIMES_THE_FIRST, Failures, each, restart_helps
 from rl360.weight_sync.engine import WeightEngine
-from rl360.weight_sync.transports import Failures, Transport, each
+from rl360.weight_sync.transports import Transport
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class ServingSet(Protocol):
 
     def serving(self) -> tuple[str, ...]: ...
     def leave(self, url: str, reason: str) -> None: ...
+    def hopeless(self) -> str | None: ...  # why nobody in it will ever serve again; None: somebody may
     def suspended(self) -> AbstractContextManager[None]: ...
     def on_change(self, tell: Callable[[tuple[str, ...]], None]) -> None: ...
 
@@ -74,6 +78,9 @@ class FixedSet:
         raise EngineError(
             "weight_version", f"{url} did not take the new weights, and nobody here can replace it: {reason}"
         )
+
+    def hopeless(self) -> str | None:
+        return None
 
     def suspended(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -117,8 +124,15 @@ class Push:
     def left(self) -> list[WeightEngine]:
         return [engine for engine in self._engines if engine.url not in self.lost]
 
-    async def everyone(self, call: Callable[[WeightEngine], Awaitable[object]]) -> None:
-        self.drop(await each(self.left, call))
+    async def everyone(self, call: Callable[[WeightEngine], Awaitable[object]], slow: bool = False) -> None:
+        self.drop(await each(self.left, call, slow))
+
+    def hurry(self, url: str | None, usual_s: float) -> None:
+        """A replacement that needs much longer than `usual_s`, which all engines needed together, hangs: its calls end
+        then. Nothing for None."""
+        for engine in self._engines:
+            if engine.url == url and engine.straggler_s is not None:
+                engine.end_in(SLOW * engine.straggler_s + TIMES_THE_FIRST * usual_s)
 
     def drop(self, failures: Failures) -> None:
         for url, reason in failures.items():
@@ -166,6 +180,7 @@ class FleetSync:
         self._version = -1
         self._closed = False
         self._held: dict[str, str] = {}  # by engine, one hash of all that it holds
+        self._usual_s = 0.0  # that the last synchronisation took, beside waiting for requests
         self._turn = threading.Condition(threading.RLock())  # weights are still while it is held
         self.timing = Timing(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -182,12 +197,10 @@ class FleetSync:
     def sync(self, trainer: Trainer, version: int) -> SyncReport:
         with self._turn:
             urls = self._set.serving()
-            if not urls:
-                raise EngineError("weight_version", f"no engine serves; version {version} reaches nobody")
-            failures = asyncio.run(self._push(trainer, version, urls))
+            failures = asyncio.run(self._push(trainer, version, urls)) if urls else {}
             confirmed = tuple(url for url in urls if url not in failures)
             if not confirmed:
-                raise EngineError("weight_version", f"no engine took version {version}: {_joined(failures)}")
+                self._leave_it_to_replacements(version, failures)
             self._trainer, self._version = trainer, version
             self._turn.notify_all()
         return SyncReport(version, confirmed, tuple(failures), self.timing.transfer_s, self.timing.stall_s)
@@ -201,6 +214,11 @@ class FleetSync:
             failures = asyncio.run(self._push(self._trainer, self._version, (url,), replacing=True))
             if failures:
                 raise EngineError("weight_version", failures[url])
+
+    def check(self) -> None:
+        """Raises EngineError when no engine will ever serve again."""
+        if (why := self._set.hopeless()) is not None:
+            raise EngineError("engine_start", f"no engine is left, and none will be started again: {why}")
 
     def on_change(self, tell: Callable[[tuple[str, ...]], None]) -> None:
         """`tell(serving set)` whenever an engine leaves it or joins it."""
@@ -222,6 +240,16 @@ class FleetSync:
             self._turn.notify_all()
         asyncio.run(self._transport.close())
 
+    def _leave_it_to_replacements(self, version: int, failures: Failures) -> None:
+        """Nobody has the version; whoever is started again gets it first. Raises where that cannot be expected."""
+        if self._trainer is None:
+            said = f"no engine took version {version}: {_joined(failures)}" if failures else "no engine serves"
+            raise EngineError("weight_version", f"{said}; the first weights reach nobody")
+        if any(not restart_helps(reason) for reason in failures.values()):
+            raise EngineError("weight_version", f"no engine took version {version}: {_joined(failures)}")
+        self.check()
+        log.error("version %d: no engine is left; requests wait until a replacement has it", version)
+
     def _weights_are_current(self) -> bool:
         """Between a step and its synchronisation the trainer is ahead of what is served."""
         return self._closed or (self._trainer is not None and self._trainer.version == self._version)
@@ -231,7 +259,10 @@ class FleetSync:
         everyone = push.everyone
         try:
             marks = [time.monotonic()]
+            newcomer = urls[0] if replacing else None
+            push.hurry(newcomer, self._usual_s)
             await self._transport.prepare(trainer, version, push.left)
+            push.hurry(newcomer, self._usual_s)  # what the trainer itself prepared is no fault of the engine's
             marks.append(time.monotonic())
             with self._set.suspended():
                 if not replacing:
@@ -249,7 +280,10 @@ class FleetSync:
                 await everyone(lambda engine: engine.resume())
             prepare_s, hold_s, pause_s, transfer_s, check_s = (after - before for before, after in pairwise(marks))
             stall_s = time.monotonic() - marks[1]
-            self.timing = Timing(prepare_s, hold_s, pause_s, transfer_s, check_s, stall_s)
+            if not replacing:
+                self.timing = Timing(prepare_s, hold_s, pause_s, transfer_s, check_s, stall_s)
+                if push.left:
+                    self._usual_s = prepare_s + transfer_s + check_s
         finally:
             if self._gate is not None and not replacing:
                 await self._gate.release()
@@ -289,7 +323,7 @@ class FleetSync:
                     more = f" and {len(problems) - QUOTED_PROBLEMS} more" if len(problems) > QUOTED_PROBLEMS else ""
                     failures[engine.url] = "; ".join(problems[:QUOTED_PROBLEMS]) + more
 
-        failures.update(await each(engines, ask))
+        failures.update(await each(engines, ask, slow=True))
         alike = Counter(value for url, value in reported.items() if url not in failures)
         for size in {size for size, _ in alike}:
             (first, count), *others = Counter({v: n for v, n in alike.items() if v[0] == size}).most_common()

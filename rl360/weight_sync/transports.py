@@ -12,18 +12,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl360.errors import EngineError
 from rl360.weight_sync.buckets import GPU_KERNEL, Expectation
+from rl360.weight_sync.calls import Failures, each
 from rl360.weight_sync.engine import WeightEngine
 from rl360.weight_sync.sources import BucketSpec, WeightSource, sources_of
 
 LEAVE_TIMEOUT_S = 5.0  # for an engine to leave a group that is given up
-Failures = dict[str, str]  # engine URL -> what went wrong
 
 
 class Transport(Protocol):
@@ -35,18 +34,14 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-async def each(engines: Iterable[WeightEngine], call: Callable[[WeightEngine], Awaitable[object]]) -> Failures:
-    """The same call to every engine at once; what failed, by URL."""
+async def tensor_parallel_sizes(engines: Sequence[WeightEngine]) -> tuple[dict[str, int], Failures]:
+    """Ranks of each engine that says it, by URL, and who does not."""
+    sizes: dict[str, int] = {}
 
-    async def one(engine: WeightEngine) -> tuple[str, str | None]:
-        try:
-            await call(engine)
-            return engine.url, None
-        except EngineError as error:
-            return engine.url, str(error)
+    async def ask(engine: WeightEngine) -> None:
+        sizes[engine.url] = await engine.tensor_parallel_size()
 
-    results = await asyncio.gather(*(one(engine) for engine in engines))
-    return {url: problem for url, problem in results if problem is not None}
+    return sizes, await each(engines, ask)
 
 
 class DiskTransport:
@@ -60,6 +55,7 @@ class DiskTransport:
         self._dtype = dtype
         self._path: Path | None = None
         self._version: int | None = None
+        self._ways: tuple[int, ...] = (1,)
 
     async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None:
         if self._version != version:
@@ -72,11 +68,14 @@ class DiskTransport:
     async def send(self, engines: Sequence[WeightEngine]) -> Failures:
         path = self._path
         assert path is not None
-        return await each(engines, lambda engine: engine.load_unnamed(path))
+        sizes, failures = await tensor_parallel_sizes(engines)
+        self._ways = tuple(sorted(set(sizes.values())))
+        there = [engine for engine in engines if engine.url not in failures]
+        return failures | await each(there, lambda engine: engine.load_unnamed(path), slow=True)
 
     def expectation(self, kind: str) -> Expectation | None:
         assert self._path is not None
-        return folder_expectation(self._path, kind, self._dtype)
+        return folder_expectation(self._path, kind, self._dtype, self._ways)
 
     async def close(self) -> None: ...
 
@@ -88,14 +87,16 @@ class _Streamed:
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._sources: Sequence[WeightSource] = ()
+        self._ways: set[int] = set()  # tensor-parallel sizes of those that are sent to
         self._expectation: Expectation | None = None
 
     async def _pass(self, deliver: Callable[[WeightSource, BucketSpec], Awaitable[bool]]) -> None:
         """`deliver` sends one bucket and says whether anyone is left to send to."""
         self._expectation = None
-        expectation = Expectation()
+        ways = tuple(sorted(self._ways))
+        expectation = Expectation(ways)
         for source in self._sources:
-            await asyncio.to_thread(source.begin, self._bucket_bytes, self._dtype)
+            await asyncio.to_thread(source.begin, self._bucket_bytes, self._dtype, ways)
             spec = await asyncio.to_thread(source.prepare)
             while spec is not None:
                 following = asyncio.create_task(asyncio.to_thread(source.prepare))
@@ -124,15 +125,15 @@ class HandleTransport(_Streamed):
         self._sources = sources_of(trainer)
 
     async def send(self, engines: Sequence[WeightEngine]) -> Failures:
-        failures = await each(engines, lambda engine: engine.tensor_parallel_size())
-        ranks = {e.url: await e.tensor_parallel_size() for e in engines if e.url not in failures}
+        ranks, failures = await tensor_parallel_sizes(engines)
+        self._ways = set(ranks.values())
 
         async def deliver(source: WeightSource, spec: BucketSpec) -> bool:
             async def give(engine: WeightEngine) -> None:
                 handles = await asyncio.to_thread(source.export, spec.index, ranks[engine.url])
                 await engine.take_handles(handles)
 
-            failures.update(await each([e for e in engines if e.url not in failures], give))
+            failures.update(await each([e for e in engines if e.url not in failures], give, slow=True))
             return len(failures) < len(engines)
 
         await self._pass(deliver)
@@ -171,6 +172,7 @@ class BroadcastTransport(_Streamed):
     async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None:
         """Make the groups while the engines still generate."""
         self._sources = sources_of(trainer)
+        self._ways = set()
         size = self._engines_per_group or len(engines)
         self._failures = await self._form([engines[at : at + size] for at in range(0, len(engines), size)])
 
@@ -214,9 +216,10 @@ class BroadcastTransport(_Streamed):
     async def _meet(self, source: WeightSource, engines: Sequence[WeightEngine]) -> Failures:
         if not engines:
             return {}
-        failures = await each(engines, lambda engine: engine.tensor_parallel_size())
+        known, failures = await tensor_parallel_sizes(engines)
+        self._ways |= set(known.values())
         engines = [engine for engine in engines if engine.url not in failures]
-        sizes = [await engine.tensor_parallel_size() for engine in engines]
+        sizes = [known[engine.url] for engine in engines]
         world_size = 1 + sum(sizes)
         name, port = f"rl360-{secrets.token_hex(6)}", free_port(source.address)
         offsets = {engine.url: 1 + sum(sizes[:at]) for at, engine in enumerate(engines)}
@@ -304,7 +307,9 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def folder_expectation(folder: Path, kind: str, dtype: str | None) -> Expectation | None:
+def folder_expectation(
+    folder: Path, kind: str, dtype: str | None, ways: tuple[int, ...] = (1,)
+) -> Expectation | None:
     """Hashes of an HF folder's tensors as an engine of that dtype reports them; None where they cannot be computed."""
     import json
 
@@ -314,7 +319,7 @@ def folder_expectation(folder: Path, kind: str, dtype: str | None) -> Expectatio
     if kind == GPU_KERNEL and not torch.cuda.is_available():
         return None
     raw: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
-    found = Expectation()
+    found = Expectation(ways, raw.get("num_key_value_heads") or raw.get("num_attention_heads"))
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(str(file), framework="pt", device="cuda" if kind == GPU_KERNEL else "cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)

@@ -56,6 +56,9 @@ class Sync:
     def resident(self, last):
         return nullcontext()
 
+    def check(self):
+        pass
+
 
 class Trainer:
     def save(self, folder): ...

@@ -113,6 +113,24 @@ async def test_after_the_release_the_deadline_holds_again() -> None:
     assert asyncio.get_running_loop().time() - began < 1.0
 
 
+@pytest.mark.parametrize("held", [True, False])
+async def test_while_no_engine_serves_no_clock_runs(held: bool) -> None:
+    """A server takes minutes to start. A hold that ends meanwhile starts no clock."""
+    pool, engine = rig(timeout_s=0.3)
+    running = [ask(pool, "before")]
+    engine.gate = asyncio.Event()
+    await asyncio.sleep(0.01)
+    if held:
+        pool.hold()
+    pool.set_engines([])
+    running.append(ask(pool, "after"))
+    pool.release()
+    await asyncio.sleep(0.6)
+    engine.gate.set()
+    pool.set_engines([engine])
+    assert all(turn.token_ids for turn in await asyncio.gather(*running))
+
+
 async def test_a_request_that_waits_for_an_engine_waits_for_the_gate_too() -> None:
     pool, engine = rig()
     pool.set_engines([])

@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 import urllib.error
 from array import array
 from collections.abc import Callable, Iterator
@@ -77,10 +78,11 @@ class MovingTrainer(StubTrainer):
         return super().publish(folder)
 
 
-def recording(order: Order) -> Callable[[str], WeightEngine]:
+def recording(order: Order, before_send: Callable[[str], None]) -> Callable[[str], WeightEngine]:
     class Recording(WeightEngine):
         async def take_handles(self, handles: Any) -> None:
             order.add("send")
+            before_send(self.url)
             await super().take_handles(handles)
 
     def wrap(name: str) -> Any:
@@ -93,7 +95,9 @@ def recording(order: Order) -> Callable[[str], WeightEngine]:
 
     for name in CALLS:
         setattr(Recording, name, wrap(name))
-    return lambda url: Recording(url, request_timeout_s=30, control_timeout_s=10, transfer_timeout_s=20)
+    return lambda url: Recording(
+        url, request_timeout_s=30, control_timeout_s=10, transfer_timeout_s=20, straggler_s=1.0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -109,14 +113,16 @@ def fleet(folder: Path, tmp_path: Path) -> Iterator[Fleet]:
     fleet.close()
 
 
-def make(fleet: Fleet, folder: Path, seed: int, transport: Any = None) -> tuple[MovingTrainer, ColocatedSync, Order]:
+def make(
+    fleet: Fleet, folder: Path, seed: int, transport: Any = None, before_send: Callable[[str], None] = lambda url: None
+) -> tuple[MovingTrainer, ColocatedSync, Order]:
     order = Order()
     trainer = MovingTrainer(folder, seed, order)
     trainer.offload()
     sync = ColocatedSync(
         fleet,
         transport or HandleTransport(BUCKET_BYTES, dtype="float32"),
-        recording(order),
+        recording(order, before_send),
         trainer=trainer,
         bring_up_timeout_s=60,
     )
@@ -230,6 +236,43 @@ def test_the_only_server_dies_while_the_trainer_steps_and_the_run_goes_on(folder
         assert sync.sync(trainer, 1).confirmed == ()
         eventually(lambda: fleet.serving() == (url,))
         assert greedy(url)["meta_info"]["weight_version"] == "1"
+        sync.close()
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_a_replacement_that_hangs_as_weights_arrive_is_left_and_started_again(
+    num_servers: int, folder: Path, tmp_path: Path
+) -> None:
+    """The trainer's next step waits for seconds, whether others are there to compare with or not."""
+    fleet = embedded_fleet(folder, tmp_path / "logs", num_servers)
+    url, *others = fleet.start()
+    hangs = threading.Event()
+    hung = threading.Event()
+
+    def before_send(to: str) -> None:
+        if to == url and hangs.is_set():
+            hangs.clear()
+            for pid in servers(fleet, url):
+                os.kill(pid, signal.SIGSTOP)
+            hung.set()
+
+    try:
+        trainer, sync, _ = make(fleet, folder, 19, before_send=before_send)
+        hangs.set()
+        for pid in servers(fleet, url):
+            os.kill(pid, signal.SIGKILL)
+        assert hung.wait(40)
+        began = time.monotonic()
+        with sync.hold():
+            assert time.monotonic() - began < 8  # three patiences, and three times the usual
+            assert fleet.serving() == tuple(others)
+            trainer.step()
+        assert sync.sync(trainer, 1).confirmed == tuple(others)
+        eventually(lambda: fleet.serving() == fleet.urls())
+        assert greedy(url)["meta_info"]["weight_version"] == "1"
+        assert len({checksum(one) for one in fleet.urls()}) == 1
         sync.close()
     finally:
         fleet.close()

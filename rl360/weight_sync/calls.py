@@ -1,0 +1,73 @@
+"""The same call to every engine at once, without one that hangs holding up the others.
+
+In: engines, a call. Out: which failed, and why. The clock of those that are still silent starts when the first of them
+has answered: all do the same work, so whoever takes much longer hangs. Where nobody answers there is nothing to compare
+with, and each call's own timeout ends it. What a failure means is left to rl360.weight_sync.sync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
+from rl360.errors import EngineError
+from rl360.weight_sync.engine import WeightEngine
+
+Failures = dict[str, str]  # engine URL -> what went wrong
+SLOW = 3.0  # times the patience, for calls that move or read all weights: the first of them may also compile a kernel
+TIMES_THE_FIRST = 3.0  # however slow a call is: so many times what the first to answer took
+RESTART_HELPS = ("engine_refused", "engine_timeout", "engine_status_5")  # of failures: the process, not the weights
+
+
+async def each(
+    engines: Iterable[WeightEngine], call: Callable[[WeightEngine], Awaitable[object]], slow: bool = False
+) -> Failures:
+    """What failed, by URL. An engine that is silent for its `straggler_s` longer than the first that succeeded, and for
+    three times as long as that took, is given up as `engine_timeout`. slow: the call moves or reads all weights."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    tasks = {asyncio.create_task(_one(engine, call)): engine for engine in engines}
+    failures: Failures = {}
+    waiting = set(tasks)
+    first_s: float | None = None
+    try:
+        while waiting:
+            patience_s = _patience(tasks[next(iter(waiting))].straggler_s, first_s, slow)
+            left_s = None if patience_s is None else max(0.0, began + patience_s - loop.time())
+            done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            for task in done:
+                if (problem := task.result()) is not None:
+                    failures[tasks[task].url] = problem
+                elif first_s is None:
+                    first_s = loop.time() - began
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    for task in waiting:
+        url = tasks[task].url
+        problem = f"no answer in {loop.time() - began:.1f} s, another engine's came in {first_s:.1f} s"
+        failures[url] = f"engine_timeout: {url}: {problem}"
+    return failures
+
+
+async def _one(engine: WeightEngine, call: Callable[[WeightEngine], Awaitable[object]]) -> str | None:
+    try:
+        await call(engine)
+    except EngineError as error:
+        return str(error)
+    return None
+
+
+def _patience(straggler_s: float | None, first_s: float | None, slow: bool) -> float | None:
+    """Seconds from the start of a call; None: as long as the call's own timeout allows."""
+    if straggler_s is None or first_s is None:
+        return None
+    return first_s + max(straggler_s * (SLOW if slow else 1.0), TIMES_THE_FIRST * first_s)
+
+
+def restart_helps(failure: str) -> bool:
+    """Whether an engine failed for itself, so that a new one may do better; else it answered, and not as it should."""
+    return failure.startswith(RESTART_HELPS)

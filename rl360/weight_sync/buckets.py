@@ -1,8 +1,8 @@
 """Buckets of HF-named tensors, laid flat, and what an engine must hold once it has loaded them.
 
 In: an iterator of (HF name, tensor), such as a decoder's parameters or what Megatron ranks gather. Out: `FlatBucket`s
-of bounded size, and an `Expectation`: a hash of every tensor, also under the joined names that SGLang gives to q, k, v
-and gate, up. Moving buckets is left to rl360.weight_sync.sources, asking engines for their hashes to .sync.
+of bounded size, and an `Expectation`: a hash of every tensor, and of what each rank of an SGLang server keeps of it
+(its layout is .shards). Moving buckets is left to rl360.weight_sync.sources, asking engines for their hashes to .sync.
 """
 
 from __future__ import annotations
@@ -18,14 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rl360.weight_sync.shards import WHOLE, Parameter, held_by, parameter_named, parameter_with
+
 SHA256, GPU_KERNEL = "sha256", "gpu_kernel"  # SGLang hashes a tensor in another way on each kind of device
 HASH_KERNEL = "kernels/ops/memory/gpu_tensor_hash.py"  # of SGLang 0.5.16; needs torch and Triton only
-VOCAB_MULTIPLE = 64  # rows of an embedding or a head on SGLang's side
-# SGLang keeps q, k, v in one tensor, rows one after the other, and gate, up in another: (its name, their names).
-JOINED = (
-    ("self_attn.qkv_proj.weight", ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")),
-    ("mlp.gate_up_proj.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +127,33 @@ def _hash_kernel() -> Callable[[Tensor], int] | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class RankHashes:
+    """What one rank of an engine says that it holds."""
+
+    hashes: Mapping[str, str]  # by the engine's names
+    rank: int = 0
+    ways: int = 1  # of so many tensor-parallel ranks
+    only_tensor_parallel: bool = True  # it also has no stage, nor a share of an attention that is split by requests
+
+
 @dataclass(slots=True)
 class Expectation:
     """What every engine must report after a synchronisation, filled as the tensors go by.
+
+    Args:
+        ways: the tensor-parallel sizes of the engines: for each, the slices of every rank are hashed.
+        kv_heads: key/value heads of the model; None: q, k, v of engines with several ranks are not foretold.
 
     `buckets` says which tensors travelled together, so that a misfit is named with its bucket. `kind` is that of every
     hash in it: hashes of another kind cannot be compared with these.
     """
 
+    ways: tuple[int, ...] = (1,)
+    kv_heads: int | None = None
     kind: str = SHA256
-    hashes: dict[str, str | None] = field(default_factory=dict)
+    hashes: dict[str, str | None] = field(default_factory=dict)  # of whole tensors by HF name; None: not computed
+    slices: dict[int, dict[str, list[str | None]]] = field(default_factory=dict)  # by ways, SGLang's name, rank
     joined: dict[str, tuple[str, ...]] = field(default_factory=dict)  # SGLang's name -> the HF names in it
     buckets: list[tuple[str, ...]] = field(default_factory=list)
     _parts: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -150,22 +163,29 @@ class Expectation:
         self.buckets.append(tuple(name for name, _ in named))
         self.kind = GPU_KERNEL if named[0][1].is_cuda else SHA256
         for name, tensor in named:
-            self.hashes[name] = None if _padded(name, tensor) else tensor_hash(tensor)
-            for joined, parts in JOINED:
-                if name.endswith(parts):
-                    prefix = name[: -len(next(part for part in parts if name.endswith(part)))]
-                    self._join(prefix + joined, tuple(prefix + part for part in parts), name, tensor)
+            self.hashes[name] = tensor_hash(tensor) if 1 in self.ways else None
+            parameter = parameter_with(name)
+            if parameter is None:
+                continue
+            if len(parameter.parts) > 1:
+                self.joined[parameter.name] = parameter.parts
+            sizes = [n for n in self.ways if n > 1 or tensor.is_cuda]  # on a CPU one rank alone keeps HF's own names
+            held = self._parts.setdefault(parameter.name, {}) if sizes else {}
+            held[name] = tensor
+            if sizes and len(held) == len(parameter.parts):
+                del self._parts[parameter.name]
+                self._hash_slices(parameter, [held[part] for part in parameter.parts], sizes)
 
-    def _join(self, joined: str, parts: tuple[str, ...], name: str, tensor: Tensor) -> None:
-        if not tensor.is_cuda:  # the embedded engine keeps HF's own names
-            self.joined[joined] = parts
-            return
-        held = self._parts.setdefault(joined, {})
-        held[name] = tensor
-        if len(held) == len(parts):
-            self.hashes[joined] = tensor_hash(torch.cat([held[part] for part in parts]))
-            self.joined[joined] = parts
-            del self._parts[joined]
+    def _hash_slices(self, parameter: Parameter, parts: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        for ways in sizes:
+            found: list[str | None] = []
+            for rank in range(ways):
+                if found and parameter.shared == WHOLE:
+                    found.append(found[0])
+                    continue
+                held = held_by(parameter, parts, rank, ways, self.kv_heads)
+                found.append(None if held is None else tensor_hash(held))
+            self.slices.setdefault(ways, {})[parameter.name] = found
 
     def merge(self, other: Expectation) -> None:
         """What another source sent beside it."""
@@ -173,31 +193,90 @@ class Expectation:
         self.hashes.update(other.hashes)
         self.joined.update(other.joined)
         self.buckets.extend(other.buckets)
+        for ways, slices in other.slices.items():
+            self.slices.setdefault(ways, {}).update(slices)
 
-    def problems(self, reported: Mapping[str, str]) -> list[str]:
-        """How an engine's hashes (of one rank that holds whole tensors) differ from what was sent."""
-        covered = {part for joined, parts in self.joined.items() if joined in reported for part in parts}
-        found = []
-        for index, names in enumerate(self.buckets):
-            for name in names:
-                if name in reported:
-                    if self.hashes[name] is not None and reported[name] != self.hashes[name]:
-                        found.append(f"bucket {index}: {name} is {reported[name]}, sent {self.hashes[name]}")
-                elif name not in covered:
-                    found.append(f"bucket {index}: {name} is not in the engine")
-        for joined in self.joined:
-            expected = self.hashes.get(joined)
-            if expected is not None and joined in reported and reported[joined] != expected:
-                found.append(f"{joined} is {reported[joined]}, sent {expected}")
-        sent = set(self.hashes) | set(self.joined)
-        found += [f"{name} was not sent" for name in reported if name not in sent and not _not_sent(name)]
+    def problems(self, ranks: Sequence[RankHashes]) -> list[str]:
+        """How what an engine's ranks report differs from what was sent; nothing of a model that is not understood."""
+        sizes = {of.ways for of in ranks}
+        found = [
+            f"rank {rank} of {ways} is not among those that answered"
+            for ways in sizes
+            for rank in sorted(set(range(ways)) - {of.rank for of in ranks})
+        ]
+        for of in ranks:
+            if of.ways == 1 or self._strange(of) is None:
+                found += self._problems(of)
         return found
 
+    def limit(self, ranks: Sequence[RankHashes]) -> str | None:
+        """What of an engine cannot be foretold, and why; None: every tensor of every rank is compared."""
+        for of in ranks:
+            if reason := (None if of.ways == 1 else self._strange(of)):
+                return reason
+            for name in of.hashes:
+                sent = name in self.hashes or (name in self.joined and not self._missing(name))
+                if sent and not self._sent(name, of):
+                    return f"there is no hash of {name}"
+        return None
 
-def _padded(name: str, tensor: Tensor) -> bool:
-    """Whether SGLang holds more rows of it than were sent: it fills vocabularies up."""
-    vocabulary = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-    return tensor.is_cuda and vocabulary and tensor.shape[0] % VOCAB_MULTIPLE != 0
+    def _strange(self, of: RankHashes) -> str | None:
+        """Why slices of this rank are not known."""
+        if not of.only_tensor_parallel:
+            return "it has pipeline stages or data-parallel attention"
+        if of.ways not in self.slices:
+            return f"slices for {of.ways} ranks were not hashed"
+        for name in of.hashes:
+            if parameter_named(name) is None and not _not_sent(name):
+                return f"how ranks share {name} is not known here"
+        for name in self.hashes:
+            if parameter_with(name) is None:
+                return f"where {name} goes is not known here"
+        return None
+
+    def _sent(self, name: str, of: RankHashes) -> set[str]:
+        """Hashes of what was sent for a tensor of a rank: as SGLang keeps it, and as it is. Empty: unknown."""
+        known = self.slices.get(of.ways, {}).get(name)
+        found = {None if known is None else known[of.rank], self.hashes.get(name) if of.ways == 1 else None}
+        return {value for value in found if value is not None}
+
+    def _problems(self, of: RankHashes) -> list[str]:
+        reported = of.hashes
+        covered = {part for joined, parts in self.joined.items() if joined in reported for part in parts}
+        at = {name: index for index, names in enumerate(self.buckets) for name in names}
+        where = "" if of.ways == 1 else f"rank {of.rank} of {of.ways}: "
+        found = []
+        for name, index in at.items():
+            if name in reported:
+                found += self._misfit(name, of, f"{where}bucket {index}: {name}")
+            elif name not in covered:
+                found.append(f"{where}bucket {index}: {name} is not in the engine")
+        for joined, parts in self.joined.items():
+            if joined not in reported:
+                continue
+            came = sorted({at[part] for part in parts if part in at})
+            label = f"{where}bucket {', '.join(map(str, came))}: {joined} ({', '.join(map(_short, parts))})"
+            missing = [f"{label}: {part} was not sent" for part in self._missing(joined)]
+            found += missing or self._misfit(joined, of, label)
+        sent = set(self.hashes) | set(self.joined)
+        found += [f"{where}{name} was not sent" for name in reported if name not in sent and not _not_sent(name)]
+        return found
+
+    def _missing(self, joined: str) -> list[str]:
+        return [part for part in self.joined[joined] if part not in self.hashes]
+
+    def _misfit(self, name: str, of: RankHashes, label: str) -> list[str]:
+        sent = self._sent(name, of)
+        has = of.hashes[name]
+        if not sent or has in sent:
+            return []
+        others = [rank for rank, value in enumerate(self.slices.get(of.ways, {}).get(name, ())) if value == has]
+        hint = f", which is rank {others[0]}'s" if others else ""
+        return [f"{label} is {has}{hint}, sent {' or '.join(sorted(sent))}"]
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def _not_sent(name: str) -> bool:

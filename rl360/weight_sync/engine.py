@@ -14,7 +14,7 @@ from typing import Any
 
 from rl360.errors import EngineError
 from rl360.gateway.engine_client import FOLDER_FORMAT, HttpEngine
-from rl360.weight_sync.buckets import GPU_KERNEL, SHA256
+from rl360.weight_sync.buckets import GPU_KERNEL, SHA256, RankHashes
 from rl360.weight_sync.sources import BucketSpec
 
 BUCKET_FORMAT = "flattened_bucket"
@@ -99,11 +99,12 @@ class WeightEngine(HttpEngine):
         """Take memory again; what is in it comes from elsewhere."""
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)}, self._transfer_timeout_s)
 
-    async def checksums(self) -> tuple[list[Mapping[str, str]], str]:
-        """(hashes by tensor name of each rank, one hash of them all)."""
+    async def checksums(self) -> tuple[list[RankHashes], str]:
+        """(what each rank holds, one hash of it all)."""
         reply = await self._succeed("/weights_checker", {"action": "checksum"}, self._transfer_timeout_s)
         try:
-            return [rank["checksums"] for rank in reply["ranks"]], str(reply["per_engine_checksum"])
+            ranks = [_rank_hashes(rank, at, len(reply["ranks"])) for at, rank in enumerate(reply["ranks"])]
+            return ranks, str(reply["per_engine_checksum"])
         except (KeyError, TypeError):
             raise EngineError("engine_reply", f"{self.url}/weights_checker: no checksums in {sorted(reply)}") from None
 
@@ -119,3 +120,10 @@ class WeightEngine(HttpEngine):
         if reply.get("success") is not True:
             raise EngineError("engine_reply", f"{self.url}{path}: {reply.get('message', reply)}")
         return reply
+
+
+def _rank_hashes(said: Mapping[str, Any], at: int, count: int) -> RankHashes:
+    """One entry of a /weights_checker reply. One that does not say which rank it is counts as the one at its place."""
+    place = said.get("parallelism_info") or {"tp_rank": at, "tp_size": count}
+    alone = place.get("dp_size", 1) == place.get("pp_size", 1) == 1
+    return RankHashes(said["checksums"], int(place["tp_rank"]), int(place["tp_size"]), alone)

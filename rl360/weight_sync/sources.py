@@ -38,7 +38,8 @@ class WeightSource(Protocol):
 
     address: str  # where engines meet it for a process group
 
-    def begin(self, bucket_bytes: int, dtype: str | None) -> None: ...  # dtype: what engines hold; None: as it is
+    # dtype: what engines hold; None: as it is. ways: their tensor-parallel sizes, for hashes of what their ranks hold
+    def begin(self, bucket_bytes: int, dtype: str | None, ways: Sequence[int] = (1,)) -> None: ...
     def prepare(self) -> BucketSpec | None: ...  # gather and lay flat the next bucket; None: that was all
     def export(self, index: int, count: int) -> list[str]: ...  # handles, one for each process that will open it
     def join(self, name: str, port: int, world_size: int, backend: str) -> None: ...  # as rank 0 of a new group
@@ -57,15 +58,22 @@ class TensorSource:
         address: of this machine, as engines reach it.
         hashing: whether to hash what is sent; off where nobody compares.
         group_timeout_s: for the others to come to a group, and for one broadcast.
+        kv_heads: key/value heads of the model; None: q, k, v of an engine with several ranks are not compared.
     """
 
     def __init__(
-        self, tensors: Tensors, address: str = "127.0.0.1", hashing: bool = True, group_timeout_s: float = 60.0
+        self,
+        tensors: Tensors,
+        address: str = "127.0.0.1",
+        hashing: bool = True,
+        group_timeout_s: float = 60.0,
+        kv_heads: int | None = None,
     ) -> None:
         self.address = address
         self._tensors = tensors
         self._hashing = hashing
         self._group_timeout_s = group_timeout_s
+        self._kv_heads = kv_heads
         self._groups_iterator: Iterator[list[tuple[str, Tensor]]] = iter(())
         self._expectation = Expectation()
         self._buckets: dict[int, tuple[FlatBucket, ExitStack]] = {}
@@ -73,7 +81,7 @@ class TensorSource:
         self._count = 0
         self._lock = threading.Lock()
 
-    def begin(self, bucket_bytes: int, dtype: str | None) -> None:
+    def begin(self, bucket_bytes: int, dtype: str | None, ways: Sequence[int] = (1,)) -> None:
         import torch
 
         for index in list(self._buckets):
@@ -83,7 +91,7 @@ class TensorSource:
             wanted = getattr(torch, dtype)
             named = ((name, tensor.detach().to(wanted)) for name, tensor in named)
         self._groups_iterator = bucketed(named, bucket_bytes)
-        self._expectation = Expectation()
+        self._expectation = Expectation(tuple(ways), self._kv_heads)
         self._count = 0
 
     def prepare(self) -> BucketSpec | None:
@@ -140,7 +148,10 @@ class TensorSource:
 
 def decoder_source(trainer: Any, address: str = "127.0.0.1") -> TensorSource:
     """The source of a trainer that has an HF-named decoder in this process (rl360.trainers.torch_trainer)."""
-    return TensorSource(lambda: ((n, p.detach()) for n, p in trainer.decoder.named_parameters()), address)
+    decoder = trainer.decoder
+    return TensorSource(
+        lambda: ((n, p.detach()) for n, p in decoder.named_parameters()), address, kv_heads=decoder.config.num_kv_heads
+    )
 
 
 def sources_of(trainer: Any) -> Sequence[WeightSource]:

@@ -180,6 +180,7 @@ class FleetSync:
         self._version = -1
         self._closed = False
         self._held: dict[str, str] = {}  # by engine, one hash of all that it holds
+        self._told_limit = False  # that not every tensor can be compared with what was sent
         self._usual_s = 0.0  # that the last synchronisation took, beside waiting for requests
         self._turn = threading.Condition(threading.RLock())  # weights are still while it is held
         self.timing = Timing(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -304,34 +305,37 @@ class FleetSync:
             left = await self._gate.idle(ABORT_POLL_S)
 
     async def _differences(self, engines: Sequence[WeightEngine]) -> Failures:
-        """Engines whose tensors are not what was sent. Those whose ranks hold slices are compared with each other."""
-        reported: dict[str, tuple[int, str]] = {}
+        """Engines whose tensors are not what was sent, on any rank; and engines that differ from others of their kind:
+        what cannot be foretold is only compared so."""
+        reported: dict[str, tuple[tuple[tuple[int, int], ...], str]] = {}  # by engine: its ranks, one hash of them all
         failures: Failures = {}
         expectations: dict[str, Expectation | None] = {}
 
         async def ask(engine: WeightEngine) -> None:
             ranks, whole = await engine.checksums()
-            reported[engine.url] = (len(ranks), whole)
+            reported[engine.url] = (tuple((of.rank, of.ways) for of in ranks), whole)
             self._held[engine.url] = whole
             kind = await engine.hash_kind()
-            if len(ranks) == 1 and kind not in expectations:
+            if kind not in expectations:
                 expectations[kind] = self._transport.expectation(kind)
-            expected = expectations.get(kind)
-            if expected is not None and len(ranks) == 1:
-                problems = expected.problems(ranks[0])
-                if problems:
-                    more = f" and {len(problems) - QUOTED_PROBLEMS} more" if len(problems) > QUOTED_PROBLEMS else ""
-                    failures[engine.url] = "; ".join(problems[:QUOTED_PROBLEMS]) + more
+            expected = expectations[kind]
+            limit = f"the trainer has no hashes of kind {kind}" if expected is None else expected.limit(ranks)
+            if limit is not None and not self._told_limit:
+                self._told_limit = True
+                log.warning("%s: %s; that is only compared between engines of one kind", engine.url, limit)
+            if problems := [] if expected is None else expected.problems(ranks):
+                more = f" and {len(problems) - QUOTED_PROBLEMS} more" if len(problems) > QUOTED_PROBLEMS else ""
+                failures[engine.url] = "; ".join(problems[:QUOTED_PROBLEMS]) + more
 
         failures.update(await each(engines, ask, slow=True))
         alike = Counter(value for url, value in reported.items() if url not in failures)
-        for size in {size for size, _ in alike}:
-            (first, count), *others = Counter({v: n for v, n in alike.items() if v[0] == size}).most_common()
+        for ranks in {ranks for ranks, _ in alike}:
+            (first, count), *others = Counter({v: n for v, n in alike.items() if v[0] == ranks}).most_common()
             if others and others[0][1] == count:
-                first = (size, "")  # no majority: none of them is to be trusted
+                first = (ranks, "")  # no majority: none of them is to be trusted
             for url, value in reported.items():
-                if url not in failures and value[0] == size and value != first:
-                    failures[url] = f"its {size} ranks hold other weights than those of other engines"
+                if url not in failures and value[0] == ranks and value != first:
+                    failures[url] = f"its {len(ranks)} ranks hold other weights than those of other engines"
         return failures
 
 

@@ -34,6 +34,16 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
+async def tensor_parallel_sizes(engines: Sequence[WeightEngine]) -> tuple[dict[str, int], Failures]:
+    """Ranks of each engine that says it, by URL, and who does not."""
+    sizes: dict[str, int] = {}
+
+    async def ask(engine: WeightEngine) -> None:
+        sizes[engine.url] = await engine.tensor_parallel_size()
+
+    return sizes, await each(engines, ask)
+
+
 class DiskTransport:
     """The trainer writes an HF folder, and every engine loads it. Both sides must see `folder`.
 
@@ -45,6 +55,7 @@ class DiskTransport:
         self._dtype = dtype
         self._path: Path | None = None
         self._version: int | None = None
+        self._ways: tuple[int, ...] = (1,)
 
     async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None:
         if self._version != version:
@@ -57,11 +68,14 @@ class DiskTransport:
     async def send(self, engines: Sequence[WeightEngine]) -> Failures:
         path = self._path
         assert path is not None
-        return await each(engines, lambda engine: engine.load_unnamed(path), slow=True)
+        sizes, failures = await tensor_parallel_sizes(engines)
+        self._ways = tuple(sorted(set(sizes.values())))
+        there = [engine for engine in engines if engine.url not in failures]
+        return failures | await each(there, lambda engine: engine.load_unnamed(path), slow=True)
 
     def expectation(self, kind: str) -> Expectation | None:
         assert self._path is not None
-        return folder_expectation(self._path, kind, self._dtype)
+        return folder_expectation(self._path, kind, self._dtype, self._ways)
 
     async def close(self) -> None: ...
 
@@ -73,14 +87,16 @@ class _Streamed:
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._sources: Sequence[WeightSource] = ()
+        self._ways: set[int] = set()  # tensor-parallel sizes of those that are sent to
         self._expectation: Expectation | None = None
 
     async def _pass(self, deliver: Callable[[WeightSource, BucketSpec], Awaitable[bool]]) -> None:
         """`deliver` sends one bucket and says whether anyone is left to send to."""
         self._expectation = None
-        expectation = Expectation()
+        ways = tuple(sorted(self._ways))
+        expectation = Expectation(ways)
         for source in self._sources:
-            await asyncio.to_thread(source.begin, self._bucket_bytes, self._dtype)
+            await asyncio.to_thread(source.begin, self._bucket_bytes, self._dtype, ways)
             spec = await asyncio.to_thread(source.prepare)
             while spec is not None:
                 following = asyncio.create_task(asyncio.to_thread(source.prepare))
@@ -109,8 +125,8 @@ class HandleTransport(_Streamed):
         self._sources = sources_of(trainer)
 
     async def send(self, engines: Sequence[WeightEngine]) -> Failures:
-        failures = await each(engines, lambda engine: engine.tensor_parallel_size())
-        ranks = {e.url: await e.tensor_parallel_size() for e in engines if e.url not in failures}
+        ranks, failures = await tensor_parallel_sizes(engines)
+        self._ways = set(ranks.values())
 
         async def deliver(source: WeightSource, spec: BucketSpec) -> bool:
             async def give(engine: WeightEngine) -> None:
@@ -156,6 +172,7 @@ class BroadcastTransport(_Streamed):
     async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None:
         """Make the groups while the engines still generate."""
         self._sources = sources_of(trainer)
+        self._ways = set()
         size = self._engines_per_group or len(engines)
         self._failures = await self._form([engines[at : at + size] for at in range(0, len(engines), size)])
 
@@ -199,9 +216,10 @@ class BroadcastTransport(_Streamed):
     async def _meet(self, source: WeightSource, engines: Sequence[WeightEngine]) -> Failures:
         if not engines:
             return {}
-        failures = await each(engines, lambda engine: engine.tensor_parallel_size())
+        known, failures = await tensor_parallel_sizes(engines)
+        self._ways |= set(known.values())
         engines = [engine for engine in engines if engine.url not in failures]
-        sizes = [await engine.tensor_parallel_size() for engine in engines]
+        sizes = [known[engine.url] for engine in engines]
         world_size = 1 + sum(sizes)
         name, port = f"rl360-{secrets.token_hex(6)}", free_port(source.address)
         offsets = {engine.url: 1 + sum(sizes[:at]) for at, engine in enumerate(engines)}
@@ -289,7 +307,7 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def folder_expectation(folder: Path, kind: str, dtype: str | None) -> Expectation | None:
+def folder_expectation(folder: Path, kind: str, dtype: str | None, ways: tuple[int, ...] = (1,)) -> Expectation | None:
     """Hashes of an HF folder's tensors as an engine of that dtype reports them; None where they cannot be computed."""
     import json
 
@@ -299,7 +317,7 @@ def folder_expectation(folder: Path, kind: str, dtype: str | None) -> Expectatio
     if kind == GPU_KERNEL and not torch.cuda.is_available():
         return None
     raw: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
-    found = Expectation()
+    found = Expectation(ways, raw.get("num_key_value_heads") or raw.get("num_attention_heads"))
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(str(file), framework="pt", device="cuda" if kind == GPU_KERNEL else "cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)

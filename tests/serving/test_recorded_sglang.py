@@ -156,7 +156,7 @@ async def test_the_cache_is_flushed_only_in_a_pause_that_has_ended_requests(mode
         engine = WeightEngine(url, pause_mode=mode)
         await engine.pause()
         assert await engine.health()
-        assert (await engine.checksums())[0][0]
+        assert (await engine.checksums())[0][0].hashes
         if flushed:
             await engine.flush()
         else:

@@ -13,7 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl360.weight_sync.buckets import HASH_KERNEL, Expectation, _hash_kernel, bucketed, flatten, tensor_hash
+from rl360.weight_sync.buckets import (
+    HASH_KERNEL,
+    Expectation,
+    RankHashes,
+    _hash_kernel,
+    bucketed,
+    flatten,
+    tensor_hash,
+)
 from rl360.weight_sync.wire import PREFIX, SHARED_MEMORY, exported, opened
 
 
@@ -83,19 +91,31 @@ def test_an_expectation_names_what_is_wrong() -> None:
     expectation.add(sent[:1])
     expectation.add(sent[1:])
     right = {name: tensor_hash(tensor) or "" for name, tensor in sent}
-    assert expectation.problems(right) == []
-    assert expectation.problems({**right, "rotary.cos_sin_cache": "1", "lm_head.weight": "2"}) == []
-    assert expectation.problems({**right, "t1": "0" * 16}) == [f"bucket 1: t1 is {'0' * 16}, sent {right['t1']}"]
-    assert expectation.problems({"t0": right["t0"]}) == ["bucket 1: t1 is not in the engine"]
-    assert expectation.problems({**right, "t2": "x"}) == ["t2 was not sent"]
+
+    def problems(reported: dict[str, str]) -> list[str]:
+        return expectation.problems([RankHashes(reported)])
+
+    assert problems(right) == []
+    assert problems({**right, "rotary.cos_sin_cache": "1", "lm_head.weight": "2"}) == []
+    assert problems({**right, "t1": "0" * 16}) == [f"bucket 1: t1 is {'0' * 16}, sent {right['t1']}"]
+    assert problems({"t0": right["t0"]}) == ["bucket 1: t1 is not in the engine"]
+    assert problems({**right, "t2": "x"}) == ["t2 was not sent"]
+    assert expectation.limit([RankHashes({**right, "t2": "x"})]) is None
 
 
 def test_names_that_an_engine_joins_are_not_missed() -> None:
+    """Hashes of joined tensors of one rank are not computed on a CPU, where only engines with HF's own names are."""
     parts = [(f"model.layers.0.self_attn.{p}_proj.weight", torch.ones(2, 2)) for p in "qkv"]
+    joined = [RankHashes({"model.layers.0.self_attn.qkv_proj.weight": "whatever"})]
     expectation = Expectation()
     expectation.add(parts)
-    assert expectation.problems({"model.layers.0.self_attn.qkv_proj.weight": "whatever"}) == []
-    assert len(expectation.problems({})) == 3
+    assert expectation.problems(joined) == []
+    assert expectation.limit(joined) == "there is no hash of model.layers.0.self_attn.qkv_proj.weight"
+    assert len(expectation.problems([RankHashes({})])) == 3
+    expectation = Expectation()
+    expectation.add(parts[:2])
+    (problem,) = expectation.problems(joined)
+    assert problem.endswith("(q_proj, k_proj, v_proj): model.layers.0.self_attn.v_proj.weight was not sent")
 
 
 def test_a_handle_opens_in_shared_memory_and_is_gone_afterwards() -> None:

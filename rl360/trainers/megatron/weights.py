@@ -8,7 +8,7 @@ tensor is what (rl360.models.megatron.hf_weights), engines and groups (rl360.wei
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -31,7 +31,13 @@ class RankWeights:
         def tensors() -> Iterator[tuple[str, Tensor]]:
             return hf_tensors(training.unwrapped(), training.config, training.settings.layout)
 
-        self.source = TensorSource(tensors, address, hashing=self.sends, group_timeout_s=timeout_s)
+        self.source = TensorSource(
+            tensors,
+            address,
+            hashing=self.sends,
+            group_timeout_s=timeout_s,
+            kv_heads=training.config.num_kv_heads,
+        )
 
     def prepare(self) -> BucketSpec | None:
         spec = self.source.prepare()
@@ -56,8 +62,8 @@ class StageSource:
         self._ranks = [layout.rank(Place(tensor, 0, 0, stage)) for tensor in range(layout.tensor)]
         self._timeout_s = timeout_s
 
-    def begin(self, bucket_bytes: int, dtype: str | None) -> None:
-        self._everyone("begin", bucket_bytes, dtype)
+    def begin(self, bucket_bytes: int, dtype: str | None, ways: Sequence[int] = (1,)) -> None:
+        self._everyone("begin", bucket_bytes, dtype, tuple(ways))
 
     def prepare(self) -> BucketSpec | None:
         spec: BucketSpec | None = self._everyone("prepare")

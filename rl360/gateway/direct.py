@@ -3,8 +3,9 @@
 In: attempt specs. Out: base URLs for agents, `Session` records. Left to others: the proxy itself (proxy.py), processes
 (the WorkerGroup that is passed in).
 
-A proxy that dies, or hangs, is started again. Its sessions are lost with it: their agents find nobody at the old URL,
-and closing them raises `proxy_session_lost`, so that their tries are made again.
+A proxy that dies is started again within a second, one that hangs when a call to it has timed out. Its sessions are
+lost with it: their agents find nobody at the old URL, and closing them raises `proxy_session_lost`, so that their tries
+are made again.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ PROXY = "rl360.gateway.proxy:ProxyWorker"
 CALL_TIMEOUT_S = 60.0  # opening or closing a session: milliseconds, unless the machine is drowning or the proxy hangs
 HEALTH_TIMEOUT_S = 5.0
 VERIFY_NEW_TOKENS = 8
+WATCH_S = 0.5  # between two looks whether the proxy's process is there
+FAILED_WATCH_S = 10.0  # the same, once it could not be started again
 
 
 class DirectGateway:
@@ -83,12 +86,16 @@ class DirectGateway:
         self._held = False
         self._lives = 0  # how often the proxy was started again
         self._restarting = asyncio.Lock()
+        self._watching_proxy: asyncio.Task[None] | None = None
+        self._counted: Mapping[str, int] = {}  # by a proxy: the names of its counts
 
     async def start(self) -> None:
         """Start the proxy process. Raises what its start raised."""
         await asyncio.to_thread(self._group.start)
         await self._greet()
         self._started = True
+        self._counted = await self._group.call(0, "counts", timeout_s=self._call_timeout_s)
+        self._watching_proxy = asyncio.get_running_loop().create_task(self._watch_proxy())
 
     async def _greet(self) -> None:
         """Where a new proxy listens; and what it does not know yet."""
@@ -159,12 +166,31 @@ class DirectGateway:
             return False
 
     async def counts(self) -> Mapping[str, int]:
-        """What failed under the sessions since the proxy started: `engine_resends`, `engine_moves`, ...
+        """What failed under the sessions since the proxy started: `engine_resends`, `engine_moves`, ...; and
+        `proxy_restarts` since the gateway started. Of a proxy that is dead, what the next one begins with: 0.
 
         From any event loop; a proxy that does not answer is left as it is. Raises InfrastructureError or TimeoutError.
         """
-        counts: Mapping[str, int] = await self._group.call(0, "counts", timeout_s=self._call_timeout_s)
-        return counts
+        try:
+            self._counted = await self._group.call(0, "counts", timeout_s=self._call_timeout_s)
+        except WorkerDied:
+            self._counted = dict.fromkeys(self._counted, 0)
+        return {**self._counted, "proxy_restarts": self._lives}
+
+    async def _watch_proxy(self) -> None:
+        """Start the proxy again also where nobody asks it for anything: agents wait for it, and its counts are due."""
+        pause_s = WATCH_S
+        while True:
+            await asyncio.sleep(pause_s)
+            life = self._lives
+            if self._group.alive(0):
+                continue
+            try:
+                await self._revive(life)
+                pause_s = WATCH_S
+            except InfrastructureError as error:
+                log.error("%s", error)
+                pause_s = FAILED_WATCH_S
 
     async def _call(self, method: str, *args: Any) -> Any:
         life = self._lives
@@ -218,6 +244,9 @@ class DirectGateway:
             )
 
     async def close(self) -> None:
+        async with self._restarting:  # a proxy that is just being started would be left behind
+            if self._watching_proxy is not None:
+                self._watching_proxy.cancel()
         await asyncio.to_thread(self._group.close)
 
     async def _ask(self, base_url: str) -> Mapping[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -254,3 +256,20 @@ async def test_a_wrong_key_is_told_before_training(kind: str, tmp_path: Path, mo
 
 async def test_a_gateway_that_was_never_started_closes(kind: str, tmp_path: Path) -> None:
     await make(kind, tmp_path, ["http://127.0.0.1:9"]).close()
+
+
+async def test_a_dead_proxy_is_counted_and_started_again_though_nobody_asks_it(kind: str, tmp_path: Path) -> None:
+    """A row of metrics is written while no session opens or closes."""
+    async with rig(kind, tmp_path) as made:
+        before = await made.gateway.counts()
+        pid = made.gateway._group.pid(0)
+        os.kill(pid, signal.SIGKILL)
+        dead = await made.gateway.counts()
+        assert dead.keys() == before.keys()
+        assert dead["engine_resends"] == 0
+        async with asyncio.timeout(30):
+            while made.gateway._group.pid(0) == pid or not await made.gateway.health():  # noqa: ASYNC110 another process
+                await asyncio.sleep(0.05)
+        assert (await made.gateway.counts())["proxy_restarts"] == 1
+        await made.open("a")
+        await made.say("a")

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+LOG_TAIL = 4000  # characters
 EXIT_OF_SIGTERM = 128 + signal.SIGTERM
 
 
@@ -59,6 +60,12 @@ class Progress:
             beside = self._path.with_name(f".{self._path.name}.new")
             beside.write_text(json.dumps(self.found, indent=1) + "\n")
             os.replace(beside, self._path)
+
+
+def show_logs(folder: Path) -> None:
+    """The ends of worker processes' logs, on stderr."""
+    for log in sorted(folder.glob("*.log")):
+        print(f"--- {log.name}\n{log.read_text(errors='replace')[-LOG_TAIL:]}", file=sys.stderr, flush=True)
 
 
 def end_on_sigterm() -> None:

@@ -47,7 +47,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.progress import Progress, end_on_sigterm  # noqa: E402
+from benchmarks.progress import Progress, end_on_sigterm, show_logs  # noqa: E402
 from rl360.algorithms.grpo import GRPO  # noqa: E402
 from rl360.engine.workers import LocalWorkerGroup  # noqa: E402
 from rl360.models.decoder import DecoderConfig  # noqa: E402
@@ -217,8 +217,7 @@ def measure_steps(
                 for text in trainer._call("profiled", [(case.name,)] * args.num_gpus, 60.0)[:1]:
                     print(text, flush=True)
     except BaseException:
-        for log in sorted((scratch / "logs").glob("*.log")):
-            print(f"--- {log.name}\n{log.read_text()[-4000:]}", file=sys.stderr)
+        show_logs(scratch / "logs")
         raise
     finally:
         trainer.close()

@@ -12,8 +12,10 @@ import torch
 
 from rl360.engine.engines import every_device
 from rl360.trainers.offload import Offloader
-from rl360.weight_sync.buckets import tensor_hash
+from rl360.weight_sync.buckets import Expectation, RankHashes, bucketed, tensor_hash
 from rl360.weight_sync.sources import TensorSource
+from tests.weight_sync.record_slices import CONFIGS, WAYS, weights_of
+from tests.weight_sync.sliced_server import Rank
 
 # What a scheduler does with /update_weights_from_tensor, and with /weights_checker afterwards.
 READER = """
@@ -54,7 +56,7 @@ def test_sglang_opens_our_handles_and_hashes_as_we_do() -> None:
     }
     source = TensorSource(weights.items)
     # The GPUs of this process in another order, where there are several: a handle names the GPU, not its number.
-    visible = ",".join(reversed(every_device()))
+    visible = ",".join(reversed(every_device()[: torch.cuda.device_count()]))
     reader = subprocess.Popen(
         [sys.executable, "-c", READER],
         stdin=subprocess.PIPE,
@@ -84,3 +86,27 @@ def test_sglang_opens_our_handles_and_hashes_as_we_do() -> None:
         reader.stdin.close()
         reader.wait(timeout=60)
     assert reader.returncode == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", CONFIGS)
+def test_slices_on_a_gpu_are_those_of_the_recording(family: str) -> None:
+    """The stand-in's ranks hold what SGLang's models hold (test_shards.py); here they are hashed by SGLang's kernel."""
+    pytest.importorskip("sglang")
+    kv_heads = CONFIGS[family]["num_key_value_heads"]
+    weights = [(name, tensor.cuda()) for name, tensor in weights_of(family)]
+    expectation = Expectation(WAYS, kv_heads)
+    for bucket in bucketed(weights, 2000):
+        expectation.add(bucket)
+    for ways in WAYS:
+        found = []
+        for rank in range(ways):
+            holder = Rank(rank, ways, kv_heads)
+            for name, tensor in weights:
+                holder.load(name, tensor)
+            hashes = {name: tensor_hash(held) or "" for name, held in holder.held.items()}
+            assert "" not in hashes.values()
+            assert hashes == {name: of[rank] for name, of in expectation.slices[ways].items()}
+            found.append(RankHashes(hashes, rank, ways))
+        assert expectation.problems(found) == []
+        assert expectation.limit(found) is None

@@ -1,6 +1,8 @@
 """Layers of Transformer Engine's modules on GPUs, in bf16, beside our own layers and the fp32 of both.
 
-What bf16 does to our own layers is the measure: Transformer Engine's may be off fp32 by little more.
+What bf16 does to our own layers is the measure: Transformer Engine's may be off fp32 by little more. Compiling takes
+longer than all the rest, and is the same elementwise functions in every family: K2 Horizon, whose grouped norms no
+module of theirs fuses, has the most of them left and is compiled too, the trainer's ranks are not.
 """
 
 import pytest
@@ -103,8 +105,7 @@ def share(found, wanted):
     return float((found - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("family", "compiled"), [*((family, False) for family in FAMILIES), ("k2_horizon", True)])
 def test_hidden_states_and_gradients_are_as_near_to_fp32_as_our_own_layers(folders, layout, family, compiled):
     vocab = read_config(folders[family]).vocab_size
     exact_hidden, exact = computed(make(folders[family], layout, dtype=torch.float32, device="cpu"), vocab)
@@ -168,7 +169,8 @@ def again(gpus, folder, changes, **settings):
     for name in ("overlap_grad_reduce",):
         if name in changes:
             settings[name] = changes.pop(name)
-    return gpus.again(layout=changes, model_dir=folder, dtype=torch.bfloat16, max_tokens=256, **settings)
+    settings = {"compile": False, "dtype": torch.bfloat16, "max_tokens": 256, **settings}
+    return gpus.again(layout=changes, model_dir=folder, **settings)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

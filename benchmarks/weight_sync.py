@@ -6,6 +6,7 @@
 The trainer is a decoder with random weights that change before each sync; servers are a fleet, started with random
 weights of their own. Requests run meanwhile, so that the stall is one that sessions would see. Afterwards the weights
 are exported, a server is started from the export, and both must report the same hashes and the same greedy logprobs.
+With --fault a last sync (by ipc) damages one tensor on its way to the last rank: it must be named, and end the run.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--command", default=f"{sys.executable} -m sglang.launch_server")
     parser.add_argument("--extra", default="", help="more flags of the servers")
     parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of each server")
+    parser.add_argument("--fault", action="store_true", help="damage one tensor for one rank at the end")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", action="append", default=[], help="GPU of a server, of the visible ones from 0")
     parser.add_argument("--trainer-device", default="0", help="of the visible GPUs from 0, or cpu")
@@ -122,6 +125,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             )
             print(rows[-1], flush=True)
         parity = None if arguments.no_parity else _parity(arguments, trainer, urls)
+        fault = _fault(arguments, trainer, urls) if arguments.fault else None
         sync.close()
     finally:
         fleet.close()
@@ -131,6 +135,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": arguments.model.name,
         "sync": arguments.sync,
         "servers": arguments.servers,
+        "tensor_parallel": arguments.tensor_parallel,
         "gib": round(num_bytes / 2**30, 2),
         "bucket_gib": arguments.bucket_gib,
         "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
@@ -140,6 +145,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "gib_per_s": round(num_bytes / 2**30 / transfer_s, 1),
         "bar_s": BARS_S.get(arguments.sync),
         "parity": parity,
+        "fault": fault,
         "syncs": rows,
     }
 
@@ -152,6 +158,7 @@ def _fleet(arguments: argparse.Namespace, model: Path, servers: int, load_format
     flags = ServerFlags(
         model,
         arguments.context_length,
+        tensor_parallel_size=arguments.tensor_parallel,
         command=tuple(shlex.split(arguments.command)),
         dtype=arguments.dtype,
         load_format=load_format,
@@ -231,6 +238,41 @@ def _parity(arguments: argparse.Namespace, trainer: RandomTrainer, urls: tuple[s
         "greedy_ids_equal": all(one["ids"] == cold["ids"] for one in synced),
         "logprob_difference_max": max(differences),
     }
+
+
+def _fault(arguments: argparse.Namespace, trainer: RandomTrainer, urls: tuple[str, ...]) -> str:
+    """What a sync says of a layer's o_proj that the last rank alone gets with lowest bits flipped."""
+    import torch
+
+    from rl360.errors import EngineError
+    from rl360.weight_sync.buckets import FlatBucket
+    from rl360.weight_sync.sources import TensorSource, decoder_source
+    from rl360.weight_sync.sync import FixedSet, FleetSync
+    from rl360.weight_sync.transports import HandleTransport
+    from rl360.weight_sync.wire import exported
+
+    class Damaging(TensorSource):
+        def export(self, index: int, count: int) -> list[str]:
+            handles = super().export(index, count)
+            bucket, lent = self._buckets[index]
+            for meta in bucket.metas:
+                if meta.name == "model.layers.1.self_attn.o_proj.weight":
+                    wrong = bucket.flat_B.clone()
+                    wrong[meta.start_idx : meta.end_idx : 2] ^= 1
+                    if wrong.is_cuda:
+                        torch.cuda.synchronize(wrong.device)
+                    handles[-1] = lent.enter_context(exported(FlatBucket(wrong, bucket.metas)))
+                    lent.callback(wrong.size)  # it lives as long as its handle
+            return handles
+
+    source = Damaging(decoder_source(trainer)._tensors, kv_heads=trainer.decoder.config.num_kv_heads)
+    trainer.weight_sources = lambda: [source]  # type: ignore[attr-defined]
+    sync = FleetSync(FixedSet(urls), HandleTransport(int(arguments.bucket_gib * 2**30), arguments.dtype), _make_engine)
+    try:
+        sync.sync(trainer, trainer.step())  # type: ignore[arg-type]
+    except EngineError as error:
+        return str(error)
+    raise SystemExit("a damaged tensor of one rank was not noticed")
 
 
 def _view(url: str) -> dict[str, Any]:

@@ -255,7 +255,8 @@ class Expectation:
             if joined not in reported:
                 continue
             came = sorted({at[part] for part in parts if part in at})
-            label = f"{where}bucket {', '.join(map(str, came))}: {joined} ({', '.join(map(_short, parts))})"
+            buckets = f"bucket{'s' if len(came) > 1 else ''} {', '.join(map(str, came))}"
+            label = f"{where}{buckets}: {joined} ({', '.join(map(_short, parts))})"
             missing = [f"{label}: {part} was not sent" for part in self._missing(joined)]
             found += missing or self._misfit(joined, of, label)
         sent = set(self.hashes) | set(self.joined)

@@ -6,7 +6,7 @@
 #     run      three iterations with it
 #     canary   SmolLM2 at learning rate 0 over five hand-overs: weights and mismatch must stay what they are
 #
-# Qwen3-8B's shape with 8 of its 36 layers (a host draws random weights slowly): a step takes 75 GiB of the H200's 139.8,
+# Qwen3-8B's shape with 8 of its 36 layers: a step takes 75 GiB of the H200's 139.8,
 # and a server at SGLang's usual share of 0.8 more than 100.
 # Rewards are a function of the sampled ids: random weights solve nothing, and without rewards no gradient would flow.
 source "$(dirname "$0")/runs.sh"

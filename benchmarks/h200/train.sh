@@ -63,7 +63,7 @@ trap 'collect; end_all' EXIT
 # Only for programs that need it: Megatron changes where Transformer Engine can be imported.
 with_te=(env "PYTHONPATH=$PYTHONPATH:/tmp/rl360/te")
 steps=(python3 benchmarks/train_step.py)
-tests=(python3 -m pytest -q -p no:cacheprovider -W ignore --timeout 230 --durations 8 -m gpu)
+tests=(python3 -m pytest -q -p no:cacheprovider -W ignore -rs --timeout 230 --durations 8 -m gpu)
 files=(python3 benchmarks/megatron_checkpoint.py --json "$out/checkpoint.json")
 memory=(python3 benchmarks/offload.py)
 head=(python3 benchmarks/head.py --logits both)
@@ -75,12 +75,9 @@ if $dry; then
     memory+=(--device cpu --gib 0.05 --cycles 2)
     head+=(--device cpu --vocab 1000 --hidden 32 --positions 64 --chunks 32 --repeats 2)
 else
-    if [ "$gpus" -gt 1 ]; then
-        files+=(--layers 4 --num-gpus 2 --save tensor_parallel_size=2 --restore)
-    else
-        # Two copies on the disk of such a host (64 GiB, the unpacked bundle on it) with room to spare.
-        files+=(--layers 3 --config '{"vocab_size": 32768}')
-    fi
+    # 1.0 billion parameters: two copies of 15 GB on the disk (64 GiB on a host of one GPU, the unpacked bundle on it).
+    files+=(--layers 4 --config '{"vocab_size": 32768}')
+    [ "$gpus" = 1 ] || files+=(--num-gpus 2 --save tensor_parallel_size=2 --restore)
     memory+=(--gib 32 --cycles 3)
     head+=(--chunks 1024 2048 4096)
 fi

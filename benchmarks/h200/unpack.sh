@@ -15,11 +15,12 @@ if [ ! -e /tmp/rl360/ready ]; then
         mkdir -p /tmp/rl360/flash
         cat "$parts"/flash.part* | xz -T0 -d | tar x -C /tmp/rl360/flash
     fi
-    if ls "$parts"/te.part* >/dev/null 2>&1; then
-        mkdir -p /tmp/rl360/te
-        cat "$parts"/te.part* | xz -T0 -d | tar x -C /tmp/rl360/te
-    fi
     touch /tmp/rl360/ready
+fi
+if [ ! -e /tmp/rl360/te ] && ls "$parts"/te.part* >/dev/null 2>&1; then
+    mkdir -p /tmp/rl360/te.new
+    cat "$parts"/te.part* | xz -T0 -d | tar x -C /tmp/rl360/te.new
+    mv /tmp/rl360/te.new /tmp/rl360/te
 fi
 flash=/tmp/rl360/flash
 export PYTHONPATH="$PWD:$flash:$flash/nvidia_cutlass_dsl/dsl_packages:/tmp/rl360/site:$parts/extra${PYTHONPATH:+:$PYTHONPATH}"

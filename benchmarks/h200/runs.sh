@@ -1,7 +1,8 @@
 # Sourced: runs of RL360 side by side, each on cores of its own and within one deadline; what they wrote, whatever happened.
 #
-# In: $OUT; RL360_DEADLINE_S, seconds from now after which every run is ended (default 520). With RL360_DRY=1 nothing is
-# unpacked and no GPU is used: tiny random models, and the embedded engine in the place of SGLang's servers.
+# In: $OUT; RL360_DEADLINE_S, seconds from now after which every run is ended (default 520); RL360_WORK, the folder of the
+# runs (default: by the script's name; two of one script on a host need one each). With RL360_DRY=1 nothing is unpacked and
+# no GPU is used: tiny random models, and the embedded engine in the place of SGLang's servers.
 # Out: `dry` (true or false), `work` (folder of the runs), `tiny` (a random model, dry only), and the functions below.
 set -euo pipefail
 out=${OUT:?a folder for results}
@@ -16,7 +17,7 @@ if [ -n "${RL360_DRY:-}" ]; then
     python3 -m rl360.cli model tiny --out "$tiny" > /dev/null
 else
     source "$(dirname "${BASH_SOURCE[0]}")/unpack.sh"
-    work=/tmp/rl360/$(basename "$0" .sh)
+    work=${RL360_WORK:-/tmp/rl360/$(basename "$0" .sh)}
     mkdir -p "$work"
 fi
 mkdir -p "$out"

@@ -93,7 +93,7 @@ def run_folder(run_dir: Path) -> int:
         return EXIT_FAILED
     except RL360Error as error:
         print(f"{type(error).__name__}: {error}; logs are in {run_dir / 'logs'}", file=sys.stderr)
-        return EXIT_FAILED
+        return error.exit_code
     return exit_code(outcome)
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 
 class RL360Error(Exception):
-    """Base of every error that RL360 raises on purpose."""
+    """Base of every error that RL360 raises on purpose. `exit_code` is that of a run that it ends."""
+
+    exit_code = 1
 
 
 class ConfigError(RL360Error):
@@ -39,6 +41,12 @@ class WorkerDied(InfrastructureError):
 
 class TooManyFailures(RL360Error):
     """More infrastructure failures in one iteration than `rollout.max_masked_share` allows."""
+
+
+class DiskFull(RL360Error):
+    """The run folder's disk is full. What was written is whole, and the run can be resumed once there is room."""
+
+    exit_code = 28  # the number of ENOSPC
 
 
 class CheckpointError(RL360Error):

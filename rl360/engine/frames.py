@@ -14,6 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def pack(record: Mapping[str, Any]) -> bytes:
 
 def append(path: Path, frames: Sequence[bytes], *, durable: bool = True) -> list[int]:
     """Append whole frames in one write; returns the offset of each."""
-    with open(path, "ab") as file:
+    with naming(path), open(path, "ab") as file:
         offset = file.seek(0, os.SEEK_END)
         file.write(b"".join(frames))
         file.flush()
@@ -99,12 +100,23 @@ def mend(path: Path, start: int = 0) -> int:
 def replace_file(path: Path, data: bytes) -> None:
     """Write beside, sync, rename: a reader sees the old content or the new."""
     beside = path.with_name(f".{path.name}.tmp")
-    with open(beside, "wb") as file:
+    with naming(path), open(beside, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
     sync_folder(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of a write says what was written: of its own it knows that only where a file is opened."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rl360.engine.frames import naming
 from rl360.errors import CheckpointError, RL360Error
 from rl360.types import AttemptSpec, Outcome, OutcomeKind, Purpose
 
@@ -198,10 +199,11 @@ class Ledger:
 
     def _append(self, rows: Iterable[Mapping[str, Any]], *, durable: bool) -> None:
         now = round(time.time(), 3)
-        self._file.write(b"".join(json.dumps({**row, "at": now}).encode() + b"\n" for row in rows))
-        self._file.flush()
-        if durable:
-            os.fsync(self._file.fileno())
+        with naming(self.path):
+            self._file.write(b"".join(json.dumps({**row, "at": now}).encode() + b"\n" for row in rows))
+            self._file.flush()
+            if durable:
+                os.fsync(self._file.fileno())
 
     def _check(self, outcome: Outcome) -> None:
         one = self._started.get(outcome.try_id)

@@ -22,6 +22,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rl360.config.schemas import RootConfig
+from rl360.engine import disk
 from rl360.engine.build import Components, build, build_tasks, training_sampling
 from rl360.engine.evaluation import Evaluator
 from rl360.engine.loop import LoopSettings, TrainingLoop
@@ -41,17 +42,18 @@ log = logging.getLogger(__name__)
 def run_experiment(config: RootConfig, resolved: DictConfig) -> dict[str, Any]:
     """Run, or continue, the experiment in `config.output_dir`. Returns the summary.
 
-    Raises `Interrupted` after SIGTERM or Ctrl-C with the run left resumable, and whatever ended a failed run;
-    summary.json is written in every case.
+    Raises `Interrupted` after SIGTERM or Ctrl-C with the run left resumable, `DiskFull`, and whatever else ended a
+    failed run; summary.json is written in every case.
     """
     assert config.output_dir is not None, "the command line names the run folder before it starts"
     run_dir = Path(config.output_dir)
     began = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(only_writer(run_dir))
+        stack.enter_context(disk.reserve(run_dir))
         stack.enter_context(_log_file(run_dir))
         record = RunRecord(run_dir)
-        stack.callback(record.close)
+        stack.callback(_close_record, record, run_dir)
         earlier_wall_s = _earlier_wall_s(run_dir)
         (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier process: no longer true from here on
 
@@ -72,14 +74,23 @@ def run_experiment(config: RootConfig, resolved: DictConfig) -> dict[str, Any]:
             reason = "interrupted"
             raise
         except BaseException as failure:
-            error = f"{type(failure).__name__}: {failure}"
+            full = disk.disk_full(failure, run_dir) if disk.is_full(failure, run_dir) else None
+            error = f"{type(full or failure).__name__}: {full or failure}"
             log.exception("the run failed")
+            if full is not None:
+                raise full from failure
             raise
         finally:
-            summary = write_down(reason, error)
-            for logger in record.loggers:
-                logger.finish(summary)
+            with disk.unless_full(run_dir):
+                summary = write_down(reason, error)
+                for logger in record.loggers:
+                    logger.finish(summary)
         return summary
+
+
+def _close_record(record: RunRecord, run_dir: Path) -> None:
+    with disk.unless_full(run_dir):
+        record.close()
 
 
 def _train(
@@ -239,7 +250,7 @@ def _log_file(run_dir: Path) -> Iterator[None]:
     folder = run_dir / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     root = logging.getLogger()
-    handler = logging.FileHandler(folder / "driver.log")
+    handler = disk.LogFile(folder / "driver.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     level = root.level
     root.addHandler(handler)

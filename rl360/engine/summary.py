@@ -153,6 +153,7 @@ def _step_s_median(run_dir: Path) -> float | None:
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return None
-    rows = (json.loads(line) for line in path.read_text().splitlines() if line)
+    # A line without an end was cut off by a full disk or a crash.
+    rows = (json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
     steps = [row["time/step_s"] for row in rows if row.get("time/step_s") is not None]
     return statistics.median(steps) if steps else None

@@ -66,8 +66,8 @@ def disk_full(error: BaseException, run_dir: Path) -> DiskFull:
     where = getattr(met, "filename", None) or run_dir
     return DiskFull(
         f"{where}: the disk is full ({type(error).__name__}: {error}). {_mib(usage.free)} of {_mib(usage.total)} are "
-        f"free there, and {run_dir} holds {_mib(used)}. {_needed(run_dir, used)} Free that much, or move the folder to a "
-        f"larger disk, and continue with: rl360 run resume={run_dir}"
+        f"free there, and {run_dir} holds {_mib(used)}. {_needed(run_dir, used)} Free that much, or move the folder to "
+        f"a larger disk, and continue with: rl360 run resume={run_dir}"
     )
 
 

@@ -93,6 +93,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from rl360.engine.engines import every_device
     from rl360.serving.command import ServerFlags, launches
     from rl360.serving.fleet import Fleet, WatchSettings
+    from rl360.serving.ports import claim_ports
 
     flags = ServerFlags(
         arguments.model,
@@ -103,7 +104,9 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         extra_args=tuple(shlex.split(arguments.extra)),
     )
     devices = [every_device()[int(number)] for number in arguments.device]
-    fleet = Fleet(launches(flags, 1, 0, devices), arguments.logs, WatchSettings(health_interval_s=3600.0))
+    fleet = Fleet(
+        launches(flags, claim_ports(1, 0).pairs, devices), arguments.logs, WatchSettings(health_interval_s=3600.0)
+    )
     began = time.monotonic()
     (url,) = await asyncio.to_thread(fleet.start)
     start_s = time.monotonic() - began

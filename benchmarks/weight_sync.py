@@ -154,6 +154,7 @@ def _fleet(arguments: argparse.Namespace, model: Path, servers: int, load_format
     from rl360.engine.engines import every_device
     from rl360.serving.command import ServerFlags, launches
     from rl360.serving.fleet import Fleet, WatchSettings
+    from rl360.serving.ports import claim_ports
 
     flags = ServerFlags(
         model,
@@ -168,7 +169,9 @@ def _fleet(arguments: argparse.Namespace, model: Path, servers: int, load_format
     every = every_device()
     devices = [every[int(number)] for number in arguments.device]
     shared = arguments.sync == "ipc" and arguments.trainer_device != "cpu"
-    plan = launches(flags, servers, 0, devices, [every[int(arguments.trainer_device)]] if shared else [])
+    plan = launches(
+        flags, claim_ports(servers, 0).pairs, devices, [every[int(arguments.trainer_device)]] if shared else []
+    )
     return Fleet(plan, logs, WatchSettings(health_interval_s=3600.0))
 
 

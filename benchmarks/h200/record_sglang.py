@@ -238,6 +238,7 @@ def main() -> None:
 def _start_and_record(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from rl360.serving.command import ServerFlags, launches
     from rl360.serving.fleet import Fleet, WatchSettings
+    from rl360.serving.ports import claim_ports
 
     flags = ServerFlags(
         arguments.model,
@@ -247,7 +248,11 @@ def _start_and_record(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         extra_args=tuple(shlex.split(arguments.extra)),
         memory_saver="sglang" in arguments.command,
     )
-    fleet = Fleet(launches(flags, 1, 0, []), arguments.logs, WatchSettings(health_interval_s=3600.0, max_restarts=0))
+    fleet = Fleet(
+        launches(flags, claim_ports(1, 0).pairs, []),
+        arguments.logs,
+        WatchSettings(health_interval_s=3600.0, max_restarts=0),
+    )
     (url,) = fleet.start()
     try:
         return Recorder(url, str(arguments.model)).all()

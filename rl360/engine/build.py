@@ -59,6 +59,9 @@ def build(
     `restore_from` is the trainer's folder of a checkpoint: its weights are in place before any engine reads them.
     """
     with ExitStack() as stack:
+        from rl360.engine.engines import server_ports
+
+        ports = server_ports(config, stack)  # before anything starts: another run may have them
         algorithm = _make(config, config.algorithm)
         trainer = _make(
             config,
@@ -74,7 +77,7 @@ def build(
         trainer.start()
         if restore_from is not None:
             trainer.restore(restore_from)
-        engine_urls, sync = make_engines(config, run_dir, trainer, stack)
+        engine_urls, sync = make_engines(config, run_dir, trainer, stack, ports)
         # Servers that run already may hold other weights than a resumed trainer.
         first = sync.sync(trainer, trainer.version)
         serving = tuple(url for url in engine_urls if url not in first.dropped)
@@ -136,9 +139,12 @@ def _make(config: RootConfig, entry: Any, **collaborators: Any) -> Any:
 
 
 def make_engines(
-    config: RootConfig, run_dir: Path, trainer: Any, stack: ExitStack
+    config: RootConfig, run_dir: Path, trainer: Any, stack: ExitStack, ports: Sequence[tuple[int, int]] = ()
 ) -> tuple[tuple[str, ...], WeightSync]:
-    """The engines' URLs and how weights reach them: the embedded engine, servers of the run, or of somebody else."""
+    """The engines' URLs and how weights reach them: the embedded engine, servers of the run, or of somebody else.
+
+    ports: of servers of the run; none: they are claimed here.
+    """
     rollout = config.rollout
     if rollout.engine == "embedded":
         from rl360.gateway.embedded.engine import EmbeddedEngine
@@ -158,11 +164,13 @@ def make_engines(
         stack.callback(server.close)
         return (server.start(),), SharedSync(engine)
 
-    from rl360.engine.engines import external_engines, sglang_engines
+    from rl360.engine.engines import external_engines, server_ports, sglang_engines
 
     key = os.environ.get(config.gateway.api_key_env) if config.gateway.api_key_env else None
     if rollout.engine == "sglang":
-        return sglang_engines(config, model_dir(config), run_dir, key, stack, trainer)
+        return sglang_engines(
+            config, model_dir(config), run_dir, key, stack, trainer, ports or server_ports(config, stack)
+        )
     return external_engines(config, run_dir, key)
 
 

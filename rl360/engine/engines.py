@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rl360.config.schemas import MegatronTrainerConfig, RootConfig, SGLangConfig
 from rl360.errors import ConfigError
 from rl360.serving.command import SGLANG, ServerFlags, launches, server_context
 from rl360.serving.fleet import Fleet, WatchSettings
+from rl360.serving.ports import claim_ports
 from rl360.weight_sync.colocated import ColocatedSync
 from rl360.weight_sync.engine import WeightEngine
 from rl360.weight_sync.sync import FixedSet, FleetSync
@@ -29,9 +31,15 @@ WEIGHTS = "weights"  # folder of published weights in the run's
 
 
 def sglang_engines(
-    config: RootConfig, model_dir: Path, run_dir: Path, api_key: str | None, stack: ExitStack, trainer: Any
+    config: RootConfig,
+    model_dir: Path,
+    run_dir: Path,
+    api_key: str | None,
+    stack: ExitStack,
+    trainer: Any,
+    ports: Sequence[tuple[int, int]],
 ) -> tuple[tuple[str, ...], FleetSync]:
-    """Start the fleet; its servers hold the model's initial weights until the first sync.
+    """Start the fleet at `ports`; its servers hold the model's initial weights until the first sync.
 
     Colocated, the trainer leaves its GPUs first.
 
@@ -74,7 +82,7 @@ def sglang_engines(
             )
         trainer.offload()
     visible = every_device() if config.rollout.sync == "ipc" else ()
-    plan = launches(flags, settings.num_servers, settings.base_port, server_devices(config), visible)
+    plan = launches(flags, ports, server_devices(config), visible)
     fleet = Fleet(plan, run_dir / "logs", watch, api_key)
     stack.callback(fleet.close)
     urls = fleet.start()
@@ -93,6 +101,19 @@ def sglang_engines(
     stack.callback(sync.close)  # before the fleet's: a replacement may be waiting for weights
     fleet.bring_up = sync.bring_up
     return urls, sync
+
+
+def server_ports(config: RootConfig, stack: ExitStack) -> Sequence[tuple[int, int]]:
+    """The ports of the run's servers, its own until the stack closes; none where it starts no servers.
+
+    Raises InfrastructureError `engine_start` naming one that another run, or anybody, has.
+    """
+    if config.rollout.engine != "sglang":
+        return ()
+    settings = config.rollout.sglang
+    ports = claim_ports(settings.num_servers, settings.base_port, config.gateway.host)
+    stack.callback(ports.close)
+    return ports.pairs
 
 
 def external_engines(config: RootConfig, run_dir: Path, api_key: str | None) -> tuple[tuple[str, ...], FleetSync]:

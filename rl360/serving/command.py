@@ -1,7 +1,8 @@
-"""What starts one server: its command line, environment, ports and devices. Pure, but for asking for free ports.
+"""What starts one server: its command line, environment, ports and devices. Pure.
 
-In: the numbers of `rollout.sglang` and of the run. Out: a `Launch` for each server. Flags are SGLang 0.5.16's; any
-command that takes them will do, and RL360's embedded engine is one (`python -m rl360.gateway.embedded.serve`).
+In: the numbers of `rollout.sglang` and of the run, ports (ports.py). Out: a `Launch` for each server. Flags are SGLang
+0.5.16's; any command that takes them will do, and RL360's embedded engine is one (`python -m
+rl360.gateway.embedded.serve`).
 """
 
 from __future__ import annotations
@@ -9,17 +10,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl360.config.serving import FP32_LOGITS_FLAG
-from rl360.errors import ConfigError, InfrastructureError
+from rl360.errors import ConfigError
 
 SGLANG = (sys.executable, "-m", "sglang.launch_server")
-PORTS_PER_SERVER = 2  # HTTP, and the rendezvous of its tensor-parallel ranks
 # SGLang upcasts hidden states and output matrix for each forward pass and multiplies in fp32: on tensor cores only as
 # TF32, whose 11 significant bits hold a bf16 or fp16 value exactly, so that it costs no precision here. An fp32 model
 # has fp32 logits anyway, and TF32 would round all its products.
@@ -86,52 +85,25 @@ def server_context(max_context_tokens: int, model_path: Path) -> int:
 
 
 def launches(
-    flags: ServerFlags, num_servers: int, base_port: int, devices: Sequence[str], visible: Sequence[str] = ()
+    flags: ServerFlags, ports: Sequence[tuple[int, int]], devices: Sequence[str], visible: Sequence[str] = ()
 ) -> list[Launch]:
-    """One plan of ports and devices for the whole fleet.
+    """One plan of ports and devices for the whole fleet: a server for each (HTTP, rendezvous) of `ports`.
 
     `devices` are names for CUDA_VISIBLE_DEVICES, the first `tensor_parallel_size` for server 0 and so on; none: the
     variable is left alone. A server computes on its own and sees those of `visible` behind them: it opens a trainer's
     memory on another GPU (sync ipc) only where it sees that GPU. Raises `ConfigError` when they do not suffice.
     """
+    num_servers = len(ports)
     needed = num_servers * flags.tensor_parallel_size
     if devices and len(devices) < needed:
         raise ConfigError(
             f"rollout.sglang: {num_servers} servers of tensor_parallel_size {flags.tensor_parallel_size} need {needed} "
             f"devices, there are {len(devices)} ({', '.join(devices)}); try fewer servers, or set devices"
         )
-    ports = plan_ports(num_servers, base_port, flags.host)
     size = flags.tensor_parallel_size
     own = [devices[index * size :][:size] for index in range(num_servers)]
     seen = [[*mine, *(name for name in visible if name not in mine)] if mine else [] for mine in own]
     return [_launch(flags, index, ports[index], seen[index]) for index in range(num_servers)]
-
-
-def plan_ports(num_servers: int, base_port: int, host: str = "127.0.0.1") -> list[tuple[int, int]]:
-    """(HTTP, rendezvous) of each server: neighbours from `base_port` on, or free ones for 0.
-
-    Raises `InfrastructureError` `engine_start` naming a port that is taken.
-    """
-    if base_port:
-        flat = list(range(base_port, base_port + PORTS_PER_SERVER * num_servers))
-        for port in flat:
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((host, port))
-                except OSError as error:
-                    problem = f"port {port} of rollout.sglang.base_port {base_port} cannot be used on {host}: {error}"
-                    raise InfrastructureError("engine_start", problem) from None
-    else:
-        probes = [socket.socket() for _ in range(PORTS_PER_SERVER * num_servers)]  # all at once, or one comes twice
-        try:
-            for probe in probes:
-                probe.bind((host, 0))
-            flat = [probe.getsockname()[1] for probe in probes]
-        finally:
-            for probe in probes:
-                probe.close()
-    return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _launch(flags: ServerFlags, index: int, ports: tuple[int, int], devices: Sequence[str]) -> Launch:

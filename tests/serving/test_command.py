@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,10 +18,12 @@ from rl360.serving.command import (
     ServerFlags,
     cuda_runtime,
     launches,
-    plan_ports,
     server_context,
 )
+from rl360.serving.ports import claim_ports
 from tests.serving.replay import RECORDINGS
+
+PORTS = [(30000, 30001), (30002, 30003)]
 
 
 def value(command: tuple[str, ...], flag: str) -> str:
@@ -66,7 +70,7 @@ def test_two_servers_of_two_devices() -> None:
         external_model_package="rl360.models.sglang_external",
         extra_args=("--page-size", "16"),
     )
-    first, second = launches(flags, 2, 0, ["4", "5", "6", "7"])
+    first, second = launches(flags, PORTS, ["4", "5", "6", "7"])
     assert first.command[:3] == (sys.executable, "-m", "sglang.launch_server")
     assert first.environment["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert second.environment["CUDA_VISIBLE_DEVICES"] == "6,7"
@@ -94,20 +98,20 @@ def test_two_servers_of_two_devices() -> None:
 
 
 def test_what_is_not_set_is_left_to_the_server() -> None:
-    (one,) = launches(ServerFlags(Path("/m"), 100, command=("serve",)), 1, 0, [])
+    (one,) = launches(ServerFlags(Path("/m"), 100, command=("serve",)), PORTS[:1], [])
     assert "CUDA_VISIBLE_DEVICES" not in one.environment
     assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in one.environment
     assert not {"--attention-backend", "--mem-fraction-static", "--cuda-graph-max-bs-decode"} & set(one.command)
-    (without,) = launches(ServerFlags(Path("/m"), 100, cuda_graph_max_bs=0, prefill_cuda_graph=True), 1, 0, [])
+    (without,) = launches(ServerFlags(Path("/m"), 100, cuda_graph_max_bs=0, prefill_cuda_graph=True), PORTS[:1], [])
     assert {"--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"} <= set(without.command)
 
 
 def test_a_server_computes_on_its_own_devices_and_sees_the_trainers() -> None:
     flags = ServerFlags(Path("/m"), 100)
-    first, second = launches(flags, 2, 0, ["0", "1"], visible=["0", "1", "2"])
+    first, second = launches(flags, PORTS, ["0", "1"], visible=["0", "1", "2"])
     assert first.environment["CUDA_VISIBLE_DEVICES"] == "0,1,2"
     assert second.environment["CUDA_VISIBLE_DEVICES"] == "1,0,2"
-    (alone,) = launches(flags, 1, 0, [], visible=["0"])
+    (alone,) = launches(flags, PORTS[:1], [], visible=["0"])
     assert "CUDA_VISIBLE_DEVICES" not in alone.environment
 
 
@@ -119,9 +123,9 @@ def test_a_server_that_releases_memory_finds_the_cuda_runtime(tmp_path: Path, mo
     assert cuda_runtime([tmp_path / "nothing", tmp_path]) == library.parent
     monkeypatch.setattr("rl360.serving.command._nvidia_packages", lambda: [tmp_path])
     monkeypatch.setenv("LD_LIBRARY_PATH", "/a:/b")
-    (one,) = launches(ServerFlags(Path("/m"), 100, memory_saver=True), 1, 0, [])
+    (one,) = launches(ServerFlags(Path("/m"), 100, memory_saver=True), PORTS[:1], [])
     assert one.environment["LD_LIBRARY_PATH"] == f"{library.parent}:/a:/b"
-    (other,) = launches(ServerFlags(Path("/m"), 100), 1, 0, [])
+    (other,) = launches(ServerFlags(Path("/m"), 100), PORTS[:1], [])
     assert "LD_LIBRARY_PATH" not in other.environment
 
 
@@ -134,7 +138,7 @@ def test_fp32_logits_are_two_flags_where_the_dtype_is_narrower() -> None:
         ("bfloat16", False, set()),
         ("float32", True, set()),  # has fp32 logits anyway, and TF32 would round all its products
     ):
-        (one,) = launches(ServerFlags(Path("/m"), 100, dtype=dtype, fp32_logits=fp32_logits), 1, 0, [])
+        (one,) = launches(ServerFlags(Path("/m"), 100, dtype=dtype, fp32_logits=fp32_logits), PORTS[:1], [])
         assert set(one.command) & flags == expected, (dtype, fp32_logits)
 
 
@@ -142,7 +146,7 @@ def test_too_few_devices_are_named() -> None:
     with pytest.raises(
         ConfigError, match=r"2 servers of tensor_parallel_size 2 need 4 devices, there are 3 \(0, 1, 2\)"
     ):
-        launches(ServerFlags(Path("/m"), 100, tensor_parallel_size=2), 2, 0, ["0", "1", "2"])
+        launches(ServerFlags(Path("/m"), 100, tensor_parallel_size=2), PORTS, ["0", "1", "2"])
 
 
 def test_ports_from_a_base_are_neighbours_and_a_taken_one_is_named() -> None:
@@ -151,7 +155,28 @@ def test_ports_from_a_base_are_neighbours_and_a_taken_one_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(InfrastructureError, match=f"port {port} of rollout.sglang.base_port {port - 1}"):
-            plan_ports(1, port - 1)
-    ports = plan_ports(3, port)
-    assert ports == [(port, port + 1), (port + 2, port + 3), (port + 4, port + 5)]
-    assert len({p for pair in plan_ports(20, 0) for p in pair}) == 40
+            claim_ports(1, port - 1)
+    with contextlib.closing(claim_ports(3, port)) as ports:
+        assert ports.pairs == [(port, port + 1), (port + 2, port + 3), (port + 4, port + 5)]
+    with contextlib.closing(claim_ports(20, 0)) as ports:
+        assert len({p for pair in ports.pairs for p in pair}) == 40
+
+
+def test_ports_on_which_nobody_listens_yet_are_another_runs_until_that_ends() -> None:
+    """A server listens minutes after its run has planned its ports."""
+    with contextlib.closing(claim_ports(2, 0)) as free:
+        base = free.pairs[0][0]
+    hold = "import sys, time; from rl360.serving.ports import claim_ports; kept = claim_ports(2, int(sys.argv[1]))"
+    run = subprocess.Popen(
+        [sys.executable, "-c", f"{hold}; print(1, flush=True); time.sleep(1000)", str(base)], stdout=subprocess.PIPE
+    )
+    try:
+        assert run.stdout is not None
+        assert run.stdout.readline()
+        said = rf"port {base + 2} of .*base_port {base + 2} .*: another run has it, process {run.pid}$"
+        with pytest.raises(InfrastructureError, match=said):
+            claim_ports(1, base + 2)
+    finally:
+        run.kill()
+        run.wait()
+    claim_ports(1, base + 2).close()

@@ -20,6 +20,7 @@ import pytest
 from rl360.errors import InfrastructureError
 from rl360.serving.command import ServerFlags, launches
 from rl360.serving.fleet import Fleet, WatchSettings
+from rl360.serving.ports import claim_ports
 from tests.tiny_model import write_tiny_llama
 
 EMBEDDED = (sys.executable, "-m", "rl360.gateway.embedded.serve")
@@ -51,7 +52,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
     fleets = []
 
     def make(flags: ServerFlags, num_servers: int = 1, watch: WatchSettings = WATCH) -> Fleet:
-        fleet = Fleet(launches(flags, num_servers, 0, []), tmp_path / "logs", watch)
+        fleet = Fleet(launches(flags, claim_ports(num_servers, 0).pairs, []), tmp_path / "logs", watch)
         fleets.append(fleet)
         fleet.start()
         return fleet
@@ -207,7 +208,7 @@ def test_a_server_that_generates_nothing_cannot_start(
 
 def test_a_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None:
     (tmp_path / "logs" / "sglang-1.log").mkdir(parents=True)
-    fleet = Fleet(launches(plain_flags(tmp_path), 2, 0, []), tmp_path / "logs", WATCH)
+    fleet = Fleet(launches(plain_flags(tmp_path), claim_ports(2, 0).pairs, []), tmp_path / "logs", WATCH)
     with pytest.raises(InfrastructureError, match=r"engine_start: server 1: .*Is a directory"):
         fleet.start()
 
@@ -240,8 +241,9 @@ import sys, time
 from pathlib import Path
 from rl360.serving.command import ServerFlags, launches
 from rl360.serving.fleet import Fleet
+from rl360.serving.ports import claim_ports
 flags = ServerFlags(Path("."), 64, command=(sys.executable, sys.argv[1]))
-fleet = Fleet(launches(flags, 1, 0, []), Path(sys.argv[2]))
+fleet = Fleet(launches(flags, claim_ports(1, 0).pairs, []), Path(sys.argv[2]))
 fleet.start()
 print(fleet.pid(fleet.urls()[0]), flush=True)
 time.sleep(1000)

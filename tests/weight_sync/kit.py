@@ -16,6 +16,7 @@ from rl360.models.decoder import Decoder
 from rl360.models.loading import load_decoder, save_hf
 from rl360.serving.command import ServerFlags, launches
 from rl360.serving.fleet import Fleet, WatchSettings
+from rl360.serving.ports import claim_ports
 from rl360.weight_sync.engine import WeightEngine
 from rl360.weight_sync.sources import TensorSource
 
@@ -72,7 +73,7 @@ def embedded_fleet(
         extra_args=("--threads", "1", "--kv-cache-gib", "0.05", *more),
         environment={"OMP_NUM_THREADS": "1"},
     )
-    return Fleet(launches(flags, num_servers, 0, []), log_dir, WATCH)
+    return Fleet(launches(flags, claim_ports(num_servers, 0).pairs, []), log_dir, WATCH)
 
 
 def make_engine(url: str) -> WeightEngine:

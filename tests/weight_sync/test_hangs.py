@@ -17,6 +17,7 @@ import pytest
 from rl360.errors import EngineError
 from rl360.serving.command import ServerFlags, launches
 from rl360.serving.fleet import Fleet, WatchSettings
+from rl360.serving.ports import claim_ports
 from rl360.weight_sync.calls import each
 from rl360.weight_sync.engine import WeightEngine
 from rl360.weight_sync.sync import FleetSync
@@ -100,7 +101,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
         script.write_text(SERVER)
         faults.mkdir()
         flags = ServerFlags(tmp_path, 64, command=(sys.executable, str(script)))
-        fleet = Fleet(launches(flags, num_servers, 0, []), tmp_path / "logs", watch)
+        fleet = Fleet(launches(flags, claim_ports(num_servers, 0).pairs, []), tmp_path / "logs", watch)
 
         def make_engine(url: str) -> WeightEngine:
             return WeightEngine(url, control_timeout_s=control_timeout_s, straggler_s=STRAGGLER_S)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rl360.weight_sync.buckets import tensor_hash
@@ -70,6 +72,10 @@ class Server:
                 assert len(handles) == len(self.ranks)
                 for rank, handle in zip(self.ranks, handles, strict=True):
                     for name, tensor in opened(handle).tensors():
+                        rank.load(name, tensor)
+            case "/update_weights_from_disk":
+                for name, tensor in load_file(Path(body["model_path"]) / "model.safetensors").items():
+                    for rank in self.ranks:
                         rank.load(name, tensor)
             case "/weights_checker":
                 self.after_load()

@@ -7,12 +7,14 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rl360.errors import EngineError
@@ -21,8 +23,8 @@ from rl360.weight_sync.engine import WeightEngine
 from rl360.weight_sync.shards import held_by, parameter_named, parameter_with
 from rl360.weight_sync.sources import TensorSource
 from rl360.weight_sync.sync import FixedSet, FleetSync
-from rl360.weight_sync.transports import HandleTransport
-from tests.weight_sync.record_slices import CONFIGS, RECORDING, WAYS, weights_of
+from rl360.weight_sync.transports import DiskTransport, HandleTransport, Transport
+from tests.weight_sync.record_slices import CONFIGS, RECORDING, WAYS, raw_config, weights_of
 from tests.weight_sync.sliced_server import Server
 
 Recorded = Mapping[str, Mapping[str, list[dict[str, str]]]]
@@ -134,15 +136,23 @@ class Trainer:
     version = 0
 
     def __init__(self, family: str, tell_heads: bool = True) -> None:
-        self.weights = weights_of(family)
+        self.family, self.weights = family, weights_of(family)
         kv_heads = CONFIGS[family]["num_key_value_heads"] if tell_heads else None
         self.source = TensorSource(lambda: iter(self.weights), kv_heads=kv_heads)
 
     def weight_sources(self) -> list[TensorSource]:
         return [self.source]
 
+    def publish(self, folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(raw_config(self.family)))
+        save_file(dict(self.weights), folder / "model.safetensors")
+        return folder
 
-def synchronise(servers: list[Server], trainer: Trainer, sync: FleetSync | None = None) -> FleetSync:
+
+def synchronise(
+    servers: list[Server], trainer: Trainer, sync: FleetSync | None = None, transport: Transport | None = None
+) -> FleetSync:
     """Send everything to all servers, once; the sync that did it."""
     by_url = {f"http://stand-in-{number}": server for number, server in enumerate(servers)}
 
@@ -153,7 +163,7 @@ def synchronise(servers: list[Server], trainer: Trainer, sync: FleetSync | None 
             await asyncio.sleep(0)
             return 200, json.dumps(by_url[self.url].reply(path, body)).encode(), {}
 
-    sync = sync or FleetSync(FixedSet(tuple(by_url)), HandleTransport(2000, "bfloat16"), Client)
+    sync = sync or FleetSync(FixedSet(tuple(by_url)), transport or HandleTransport(2000, "bfloat16"), Client)
     trainer.version += 1
     sync.sync(trainer, trainer.version)  # type: ignore[arg-type]
     return sync
@@ -268,6 +278,14 @@ def test_a_parameter_that_nobody_knows_is_no_alarm_but_a_warning_once(caplog: py
     assert "how ranks share model.layers.0.mlp.experts.w13_weight is not known here" in warning
     servers[1].after_load = lambda: flip(servers[1], 1, "lm_head.weight")
     with pytest.raises(EngineError, match=r"stand-in-1 did not.*its 2 ranks hold other weights than those of other"):
+        synchronise(servers, trainer, sync)
+
+
+def test_a_folder_that_ranks_load_is_compared_too(tmp_path: Path) -> None:
+    servers, trainer = [Server(4, 2)], Trainer("qwen3")
+    sync = synchronise(servers, trainer, transport=DiskTransport(tmp_path, "bfloat16"))
+    servers[0].after_load = lambda: flip(servers[0], 3, f"{LAYER}self_attn.qkv_proj.weight")
+    with pytest.raises(EngineError, match=rf"rank 3 of 4: buckets? \d+(, \d+)*: {QKV} is"):
         synchronise(servers, trainer, sync)
 
 

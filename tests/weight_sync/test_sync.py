@@ -347,18 +347,21 @@ async def test_requests_are_held_before_the_pause(mode: str, fleet: Fleet, folde
     gate = PoolGate(pool, asyncio.get_running_loop())
     sync.hold_requests_at(gate)
     sampling = Sampling(max_new_tokens=400)
+    synced = asyncio.Event()
 
     async def agent(name: str) -> list[Any]:
-        """Turns one after the other, as an agent has them."""
-        return [
-            await pool.generate(name, f"{name}.{turn}", array("i", PROMPT), sampling, 400, seed=turn)
-            for turn in range(2)
-        ]
+        """Turns one after the other, as an agent has them, until both syncs are over."""
+        turns: list[Any] = []
+        while not synced.is_set():
+            turn = f"{name}.{len(turns)}"
+            turns.append(await pool.generate(name, turn, array("i", PROMPT), sampling, 400, seed=len(turns)))
+        return turns
 
     agents = [asyncio.create_task(agent(f"s{i}")) for i in range(4)]
     for _ in range(2):
         await asyncio.sleep(0.25)
         await asyncio.to_thread(sync.sync, trainer, trainer.step())
+    synced.set()
     turns = [turn for turns in await asyncio.gather(*agents) for turn in turns]
     assert at_pause == [0] * 4  # 2 engines, 2 syncs
     for turn in turns:

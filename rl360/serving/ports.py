@@ -1,4 +1,4 @@
-"""The ports of a run's servers, claimed before anything starts: nobody listens on them for minutes, and runs would meet.
+"""The ports of a run's servers, claimed before anything starts: for minutes nobody listens on them, and runs meet.
 
 In: how many, and where from. Out: `Ports`, which are this process's until they are closed, or it ends, however it ends.
 A claim is an abstract Unix socket with the port's number in its name: of the same network namespace as the port, and

@@ -1,6 +1,7 @@
 """The embedded engine as a server that is wrong on purpose: PERTURB=temperature samples at another one, PERTURB=weights
-says that it loads new weights and keeps the old ones, PERTURB=dies is killed while weights arrive, once in a run and
-not before it serves version PERTURB_FROM."""
+says that it loads new weights and keeps the old ones. Once in a run, and not before it serves version PERTURB_FROM:
+PERTURB=dies is killed while weights arrive, PERTURB=dies_generating while requests run on it, and PERTURB=hangs stands
+still when it is to pause."""
 
 from __future__ import annotations
 
@@ -31,17 +32,37 @@ def main() -> int:
         copy = EmbeddedEngine.copy_weights
 
         def killed(engine: EmbeddedEngine, named: Any) -> None:
-            if engine.version >= int(os.environ["PERTURB_FROM"]):
-                try:
-                    Path(os.environ["PERTURB_ONCE"]).touch(exist_ok=False)
-                except FileExistsError:
-                    pass
-                else:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            die_once(engine)
             copy(engine, named)
 
         EmbeddedEngine.copy_weights = killed  # type: ignore[method-assign]
+    elif kind == "dies_generating":
+        sample = EmbeddedEngine._sample
+
+        def cut_off(engine: EmbeddedEngine, batch: list[Any], *args: Any) -> None:
+            sample(engine, batch, *args)
+            if any(request.decoding and request.finish_reason is None for request in batch):
+                die_once(engine)
+
+        EmbeddedEngine._sample = cut_off  # type: ignore[method-assign]
+    elif kind == "hangs":
+        pause = EmbeddedEngine.pause
+
+        def hanging(engine: EmbeddedEngine, *args: Any) -> None:
+            die_once(engine, signal.SIGSTOP)
+            pause(engine, *args)
+
+        EmbeddedEngine.pause = hanging  # type: ignore[method-assign]
     return serve.main()
+
+
+def die_once(engine: EmbeddedEngine, signum: int = signal.SIGKILL) -> None:
+    if engine.version >= int(os.environ["PERTURB_FROM"]):
+        try:
+            Path(os.environ["PERTURB_ONCE"]).touch(exist_ok=False)
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), signum)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from rl360.diagnostics.recount import recount
-from tests.e2e.test_run_tiny import ROOT, RUN_TIMEOUT_S, command, metrics
+from rl360.serving.ports import claim_ports
+from tests.e2e.test_run_tiny import ROOT, RUN_TIMEOUT_S, command, finish, metrics, resume_command
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.slow]
 
@@ -96,6 +98,120 @@ def test_a_server_that_is_killed_as_weights_arrive_costs_nothing(sync, serves, l
     assert re.search(rf"version {loses}: http://[\d.:]+ leaves the serving set", log)
     assert all(row["mismatch/logprob_diff_mean"] < 1e-4 for row in metrics(out))
     assert json.loads((out / "summary.json").read_text())["attempts"]["masked"] == 0
+    assert recount(out).problems == []
+
+
+@pytest.mark.parametrize("gateway", ["direct", "smg"])
+def test_a_server_that_is_killed_while_it_generates_loses_no_attempt(gateway, tiny_llama_dir, tmp_path):
+    """Its requests are sent to the other one, or their attempts made again; every attempt is trained on."""
+    out = tmp_path / "run"
+    words = arguments(
+        tiny_llama_dir, out, "ipc", "rollout.sglang.num_servers=2", "iterations=4", f"gateway={gateway}",
+        "rollout.request_timeout_s=100",
+    )  # fmt: skip
+    perturb = {"PERTURB": "dies_generating", "PERTURB_ONCE": str(tmp_path / "once"), "PERTURB_FROM": "1"}
+    done = subprocess.run(
+        [word.replace("rl360.gateway.embedded.serve", "tests.e2e.perturbed_engine") for word in words],
+        env={**environment(tmp_path), **perturb},
+        capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "once").exists()
+    assert re.search(r"server [01] is started again", (out / "logs" / "driver.log").read_text())
+    attempts = json.loads((out / "summary.json").read_text())["attempts"]
+    assert (attempts["trained"], attempts["masked"], attempts["unused"]) == (32, 0, 0)
+    assert attempts["started"] == 32 + attempts["requeued"]
+    assert sum(row["gateway/engine_resends"] for row in metrics(out)) + attempts["requeued"] >= 1
+    assert all(row["mismatch/logprob_diff_mean"] < 1e-4 for row in metrics(out))
+    assert recount(out).problems == []
+    assert processes(str(tmp_path), "tests.e2e.perturbed_engine") == []
+
+
+@pytest.mark.parametrize("gateway", ["direct", "smg"])
+def test_when_the_only_server_hangs_in_a_sync_the_run_goes_on_with_its_replacement(gateway, tiny_llama_dir, tmp_path):
+    """Turns that wait meanwhile have 20 s of their own; the pause alone takes 30 s to time out."""
+    out = tmp_path / "run"
+    words = arguments(
+        tiny_llama_dir, out, "ipc", "iterations=4", f"gateway={gateway}", "rollout.request_timeout_s=20",
+        "rollout.max_staleness=1",
+    )  # fmt: skip
+    perturb = {"PERTURB": "hangs", "PERTURB_ONCE": str(tmp_path / "once"), "PERTURB_FROM": "1"}
+    done = subprocess.run(
+        [word.replace("rl360.gateway.embedded.serve", "tests.e2e.perturbed_engine") for word in words],
+        env={**environment(tmp_path), **perturb},
+        capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = (out / "logs" / "driver.log").read_text()
+    assert re.search(r"version 2: http://[\d.:]+ leaves the serving set: engine_timeout: .*/pause_generation", log)
+    assert "version 2: no engine is left; requests wait until a replacement has it" in log
+    attempts = json.loads((out / "summary.json").read_text())["attempts"]
+    assert (attempts["trained"], attempts["masked"]) == (32, 0)
+    assert all(row["mismatch/logprob_diff_mean"] < 1e-4 for row in metrics(out))
+    assert recount(out).problems == []
+
+
+def test_the_second_run_with_the_same_ports_is_refused_before_anything_starts(tiny_llama_dir, tmp_path):
+    """The first one's server does not listen yet."""
+    with contextlib.closing(claim_ports(1, 0)) as free:
+        base = free.pairs[0][0]
+    first, second = (arguments(tiny_llama_dir, tmp_path / name, "ipc", f"rollout.sglang.base_port={base}",
+                               "iterations=1") for name in ("first", "second"))  # fmt: skip
+    run = subprocess.Popen(
+        first, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
+    try:
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while not (tmp_path / "first" / "logs" / "sglang-0.log").exists():
+            assert run.poll() is None, run.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        done = subprocess.run(
+            second, env=environment(tmp_path), capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False,
+            cwd=ROOT,
+        )  # fmt: skip
+        text, _ = run.communicate(timeout=RUN_TIMEOUT_S)
+    finally:
+        run.kill()
+    assert done.returncode == 1
+    assert f"port {base} of rollout.sglang.base_port {base}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"another run has it, process {run.pid}" in done.stderr
+    assert not (tmp_path / "second" / "logs" / "sglang-0.log").exists()
+    assert json.loads((tmp_path / "second" / "summary.json").read_text())["exit_reason"] == "failed"
+    assert run.returncode == 0, text
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_that_was_interrupted_goes_on_also_when_a_server_was_just_killed(killed, tiny_llama_dir, tmp_path):
+    out = tmp_path / "run"
+    run = subprocess.Popen(
+        arguments(tiny_llama_dir, out, "ipc", "rollout.sglang.num_servers=2", "iterations=4"),
+        env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while not (out / "metrics.jsonl").is_file() or not (out / "metrics.jsonl").read_text():
+            assert run.poll() is None, run.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        if killed:
+            os.kill(processes(str(tmp_path), "rl360.gateway.embedded.serve")[0], signal.SIGKILL)
+        run.send_signal(signal.SIGINT)
+        text, _ = run.communicate(timeout=RUN_TIMEOUT_S)
+    finally:
+        run.kill()
+    assert run.returncode == 130, text
+    before = json.loads((out / "summary.json").read_text())
+    assert before["exit_reason"] == "interrupted"
+    assert 1 <= before["iterations"] < 4
+    assert processes(str(tmp_path), "rl360.gateway.embedded.serve") == []
+    finish(resume_command(out), environment(tmp_path))
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["exit_reason"], summary["iterations"]) == ("finished", 4)
+    assert (summary["attempts"]["trained"], summary["attempts"]["masked"]) == (32, 0)
+    assert [row["iteration"] for row in metrics(out)] == [0, 1, 2, 3]
+    assert all(row["mismatch/logprob_diff_mean"] < 1e-4 for row in metrics(out))
     assert recount(out).problems == []
 
 

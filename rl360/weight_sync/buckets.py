@@ -198,21 +198,21 @@ class Expectation:
 
     def problems(self, ranks: Sequence[RankHashes]) -> list[str]:
         """How what an engine's ranks report differs from what was sent; nothing of a model that is not understood."""
-        sizes = {of.ways for of in ranks}
+        sizes = sorted({of.ways for of in ranks})
         found = [
             f"rank {rank} of {ways} is not among those that answered"
             for ways in sizes
             for rank in sorted(set(range(ways)) - {of.rank for of in ranks})
         ]
         for of in ranks:
-            if of.ways == 1 or self._strange(of) is None:
+            if self._strange(of) is None:
                 found += self._problems(of)
         return found
 
     def limit(self, ranks: Sequence[RankHashes]) -> str | None:
         """What of an engine cannot be foretold, and why; None: every tensor of every rank is compared."""
         for of in ranks:
-            if reason := (None if of.ways == 1 else self._strange(of)):
+            if reason := self._strange(of):
                 return reason
             for name in of.hashes:
                 sent = name in self.hashes or (name in self.joined and not self._missing(name))
@@ -221,9 +221,11 @@ class Expectation:
         return None
 
     def _strange(self, of: RankHashes) -> str | None:
-        """Why slices of this rank are not known."""
+        """Why it is not known what this rank must hold. One rank alone holds everything."""
         if not of.only_tensor_parallel:
             return "it has pipeline stages or data-parallel attention"
+        if of.ways == 1:
+            return None
         if of.ways not in self.slices:
             return f"slices for {of.ways} ranks were not hashed"
         for name in of.hashes:

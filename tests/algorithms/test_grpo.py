@@ -225,6 +225,30 @@ def test_sequence_level_takes_the_weights_that_it_gave():
         algorithm.loss(*arguments)
 
 
+def test_the_band_at_sequence_level_masks_whole_sequences_by_hand():
+    """Per sequence the ratios, their product and geometric mean, against a band from 0.8 to 1.25 and a cap of 3:
+
+    A: 4 and 1/4, 1 and 1: inside, weight 1, though both of its tokens are outside
+    B: 1.5 and 1.5, 2.25 and 1.5: above, weight 0
+    C: 0.6 and 0.9, 0.54 and 0.735: below, weight 0
+    D: 1.2 twice, 1.44 and 1.2: inside, weight 1.44
+    """
+    current = logs(0.8, 0.1, 0.6, 0.3, 0.3, 0.45, 0.6, 0.6).requires_grad_()
+    behaviour = logs(0.2, 0.4, 0.4, 0.2, 0.5, 0.5, 0.5, 0.5)
+    band = {"importance_cap": 3.0, "importance_mask_below": 0.8, "importance_mask_above": 1.25}
+    algorithm = GRPO(importance_level="sequence", **band)
+    sums = (current.detach() - behaviour).view(4, 2).sum(1)
+    given = algorithm.sequence_correction(sums, torch.full((4,), 2))
+    assert given.tolist() == pytest.approx([1.0, 0.0, 0.0, 1.44])
+    arguments = (current, current.detach(), behaviour, torch.ones(8), torch.full((8,), 0.125), None)
+    loss, metrics = algorithm.loss(*arguments, given.repeat_interleave(2))
+    loss.backward()
+    assert current.grad.tolist() == pytest.approx([-0.125] * 2 + [0.0] * 4 + [-0.18] * 2)
+    assert metrics["mismatch/masked_share"].item() == pytest.approx(0.5)
+    token_level = GRPO(**band).loss(*arguments)[1]  # token by token: one of C's and D's two are inside
+    assert token_level["mismatch/masked_share"].item() == pytest.approx(5 / 8)
+
+
 def test_every_impossible_correction_is_named():
     with pytest.raises(ConfigError) as caught:
         GRPO(importance_level="turn", importance_mask_below=1.5, importance_mask_above=0.5)

@@ -129,7 +129,7 @@ def test_a_server_that_is_killed_while_it_generates_loses_no_attempt(gateway, ti
 
 @pytest.mark.parametrize("gateway", ["direct", "smg"])
 def test_when_the_only_server_hangs_in_a_sync_the_run_goes_on_with_its_replacement(gateway, tiny_llama_dir, tmp_path):
-    """Turns that wait meanwhile have 20 s of their own; the pause alone takes 30 s to time out."""
+    """Turns that wait meanwhile have 20 s of their own; the call that hangs takes 30 s to time out."""
     out = tmp_path / "run"
     words = arguments(
         tiny_llama_dir, out, "ipc", "iterations=4", f"gateway={gateway}", "rollout.request_timeout_s=20",
@@ -143,11 +143,12 @@ def test_when_the_only_server_hangs_in_a_sync_the_run_goes_on_with_its_replaceme
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     log = (out / "logs" / "driver.log").read_text()
-    assert re.search(r"version 2: http://[\d.:]+ leaves the serving set: engine_timeout: .*/pause_generation", log)
+    assert re.search(
+        r"version 2: http://[\d.:]+ leaves the serving set: engine_timeout: .* did not answer in 30 s", log
+    )
     assert "version 2: no engine is left; requests wait until a replacement has it" in log
     attempts = json.loads((out / "summary.json").read_text())["attempts"]
     assert (attempts["trained"], attempts["masked"]) == (32, 0)
-    assert all(row["mismatch/logprob_diff_mean"] < 1e-4 for row in metrics(out))
     assert recount(out).problems == []
 
 

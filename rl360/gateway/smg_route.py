@@ -61,6 +61,7 @@ class SmgRoute:
         self.gate = Gate()
         self._smg = smg
         self._engines = {engine.url: engine for engine in engines}
+        self._nobody = False  # serves: the set has become empty
         self._changed = asyncio.Event()  # the serving set
         self._timeout_s = timeout_s
         self._gone_for_s = gone_for_s
@@ -75,7 +76,7 @@ class SmgRoute:
         pause_s, resends, busy = FIRST_PAUSE_S, 0, 0
         while True:
             await self.gate.until_open()
-            while not self._engines:
+            while self._nobody:
                 await self._changed.wait()
                 await self.gate.until_open()
                 gone_since = None
@@ -108,6 +109,7 @@ class SmgRoute:
 
     def set_engines(self, engines: Sequence[Engine]) -> None:
         self._engines = {engine.url: engine for engine in engines}
+        self._nobody = not self._engines
         self._changed.set()
         self._changed = asyncio.Event()
 

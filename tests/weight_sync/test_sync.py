@@ -196,7 +196,7 @@ def test_an_engine_with_wrong_weights_leaves_and_its_replacement_is_current_befo
     fleet.on_change(look)
     report = sync.sync(trainer, trainer.step())
     assert len(report.confirmed) == len(report.dropped) == 1
-    eventually(lambda: set(fleet.serving()) == set(fleet.urls()))
+    eventually(lambda: len(seen) == 2)  # listeners hear of a change just after `serving` says it
     assert seen[0][0] == report.confirmed
     assert seen[-1][1] == ["1", "1"]
     assert len({checksum(url) for url in fleet.urls()}) == 1

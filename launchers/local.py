@@ -23,6 +23,7 @@ from rl360.config.check import load
 from rl360.config.files import Found
 from rl360.config.run_folder import RESOLVED
 from rl360.config.schemas import RootConfig
+from rl360.config.workers import num_trial_workers
 from rl360.errors import ConfigError, Interrupted, RL360Error
 from rl360.interrupts import sigterm_interrupts
 
@@ -55,7 +56,7 @@ class LocalLauncher:
         roles = (
             Role("driver", "localhost", 1, driver, child_command(run_dir)),
             Role("proxy", "localhost", 1, "session proxy"),
-            Role("trial", "localhost", config.rollout.num_workers, "trial worker with its sandboxes"),
+            Role("trial", "localhost", num_trial_workers(config.rollout), "trial worker with its sandboxes"),
         )
         return make_plan(config, found, run_dir, roles)
 

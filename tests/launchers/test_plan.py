@@ -16,7 +16,8 @@ from rl360.types import Task
 
 
 @pytest.fixture
-def plan(tmp_path):
+def plan(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
     config = load(compose(Request(("experiment=quickstart", "name=named", "evaluation.every=3"))).values).config
     assert config is not None
     tasks = [Task(name, tmp_path, ("coding",), f"hash-{name}") for name in "abcdef"]
@@ -46,7 +47,7 @@ def test_batch_arithmetic_by_hand(plan):
 
 
 def test_roles_and_the_command_of_the_driver(plan):
-    assert [(role.name, role.processes) for role in plan.roles] == [("driver", 1), ("proxy", 1), ("trial", 2)]
+    assert [(role.name, role.processes) for role in plan.roles] == [("driver", 1), ("proxy", 1), ("trial", 3)]
     assert plan.roles[0].command[1:] == ("-m", "launchers.local", "/out/named/x")
     assert plan.roles[1].command == ()
 

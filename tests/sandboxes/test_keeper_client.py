@@ -40,6 +40,65 @@ async def _start_behind_a_flood(keeper: Keeper, plan: Plan) -> list[str]:
     return said
 
 
+async def _end_by_itself(keeper: Keeper, sandbox: SandboxProcess) -> None:
+    """Nobody asked for it. Returns when the keeper has seen to it."""
+    pid = keeper._process.pid
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    os.kill(int(child), signal.SIGKILL)
+    await asyncio.wait_for(asyncio.shield(keeper._gone[sandbox.name]), 10)
+
+
+async def _read_after_it_ended(keeper: Keeper, plan: Plan) -> str:
+    sandbox = SandboxProcess(keeper, plan)
+    await sandbox.start()
+    await sandbox.run("echo the answer > /tmp/answer")
+    await _end_by_itself(keeper, sandbox)
+    folder = keeper.owner.folder / sandbox.name.rpartition(".")[2]
+    assert folder.is_dir()
+    disk = await sandbox.halt()
+    fd = disk.open("/tmp/answer", os.O_RDONLY)
+    try:
+        said = os.read(fd, 100).decode()
+    finally:
+        os.close(fd)
+    await sandbox.stop()
+    for _ in range(100):
+        if not folder.exists():
+            return said
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"{folder} is left")
+
+
+async def _stop_after_it_ended(keeper: Keeper, plan: Plan) -> bool:
+    sandbox = SandboxProcess(keeper, plan)
+    await sandbox.start()
+    await _end_by_itself(keeper, sandbox)
+    folder = keeper.owner.folder / sandbox.name.rpartition(".")[2]
+    await sandbox.stop()
+    for _ in range(100):
+        if not folder.exists():
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+def test_a_disk_in_a_folder_outlives_its_sandbox_until_it_is_released(tmp_path: Path) -> None:
+    """With disk_mib 0. A keeper that was busy saw a sandbox end (its input was closed) before it read that the disk is
+    still wanted, and removed it while the answer was being carried to the verifier: right answers scored 0."""
+    report = abilities.probe()
+    base, hierarchy = rootfs.resolve("auto", tmp_path / "cache"), cgroups.find()
+    plan = Plan(
+        layers.base_trees(base), report.root_mode, report.userns, hierarchy, cgroups.Limits(), 0, 60.0, False,
+        masks=base.masks,
+    )  # fmt: skip
+    keeper = Keeper(tmp_path / "owners", "ended", hierarchy)
+    try:
+        assert asyncio.run(_read_after_it_ended(keeper, plan)) == "the answer\n"
+        assert asyncio.run(_stop_after_it_ended(keeper, plan))
+    finally:
+        keeper.close()
+
+
 def test_sandboxes_start_however_far_the_keeper_is_behind(tmp_path: Path) -> None:
     """128 attempts that begin at once on few cores fill its socket; each that met it was called a broken sandbox."""
     report = abilities.probe()

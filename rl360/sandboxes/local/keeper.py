@@ -46,7 +46,7 @@ class _Sandbox:
     folder: str | None
     deadline: float | None
     exhausted: str = ""
-    keep: bool = False  # its folder stays until the worker releases it
+    keep: bool = True  # its folder: until the worker says otherwise, also where it ended before the worker knew
     ended: float | None = None  # when it was reaped; None: running
     event: dict[str, Any] = field(default_factory=dict)
 
@@ -104,13 +104,22 @@ def _serve(control: socket.socket, sandboxes: dict[str, _Sandbox], owner_dir: st
         finally:
             for fd in fds:
                 os.close(fd)
-    elif message["op"] == "kill" and (sandbox := sandboxes.get(message["id"])):
-        sandbox.keep = message.get("keep", False)
-        if sandbox.ended is None:
-            _kill(sandbox)
+    elif message["op"] == "kill":
+        sandbox = sandboxes.get(message["id"])
+        if sandbox is not None:
+            sandbox.keep = message.get("keep", False)
+            if sandbox.ended is None:
+                _kill(sandbox)
+        elif not message.get("keep", False):  # it ended before, and nobody reads its disk any more
+            _remove_folder(owner_dir, message["id"].rpartition(".")[2])
     elif message["op"] == "remove":  # the folder of a sandbox that ended and was kept
-        shutil.rmtree(os.path.join(owner_dir, os.path.basename(message["folder"])), ignore_errors=True)
+        _remove_folder(owner_dir, message["folder"])
     return True
+
+
+def _remove_folder(owner_dir: str, number: str) -> None:
+    if number.isdigit():
+        shutil.rmtree(os.path.join(owner_dir, number), ignore_errors=True)
 
 
 def _start(message: dict[str, Any], fds: list[int], sandboxes: dict[str, _Sandbox]) -> None:

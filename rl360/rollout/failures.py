@@ -245,8 +245,8 @@ CAUSES: Mapping[str, Row] = MappingProxyType(
             ),
             # A request that the engine refuses as it stands: too long, or out of its memory. It would refuse it again.
             (_MASK, ("engine_status_400", "engine_status_413", "engine_status_422")),
-            # What does not start a second time will not start for the next attempt either.
-            (_ABORT, ("engine_start", "proxy_start", "smg_start", "worker_start")),
+            # What does not start a second time will not start for the next attempt either; nor are there other weights.
+            (_ABORT, ("engine_start", "proxy_start", "smg_start", "worker_start", "weight_version")),
         )
         for name in names
     }

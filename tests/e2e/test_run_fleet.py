@@ -157,7 +157,7 @@ def test_the_second_run_with_the_same_ports_is_refused_before_anything_starts(ti
     with contextlib.closing(claim_ports(1, 0)) as free:
         base = free.pairs[0][0]
     first, second = (arguments(tiny_llama_dir, tmp_path / name, "ipc", f"rollout.sglang.base_port={base}",
-                               "iterations=1") for name in ("first", "second"))  # fmt: skip
+                               "iterations=100") for name in ("first", "second"))  # fmt: skip
     run = subprocess.Popen(
         first, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
     )
@@ -171,6 +171,8 @@ def test_the_second_run_with_the_same_ports_is_refused_before_anything_starts(ti
             second, env=environment(tmp_path), capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False,
             cwd=ROOT,
         )  # fmt: skip
+        assert run.poll() is None, "the first run is over; this tests nothing"
+        run.send_signal(signal.SIGINT)
         text, _ = run.communicate(timeout=RUN_TIMEOUT_S)
     finally:
         run.kill()
@@ -180,7 +182,7 @@ def test_the_second_run_with_the_same_ports_is_refused_before_anything_starts(ti
     assert f"another run has it, process {run.pid}" in done.stderr
     assert not (tmp_path / "second" / "logs" / "sglang-0.log").exists()
     assert json.loads((tmp_path / "second" / "summary.json").read_text())["exit_reason"] == "failed"
-    assert run.returncode == 0, text
+    assert run.returncode == 130, text
 
 
 @pytest.mark.parametrize("killed", [False, True])

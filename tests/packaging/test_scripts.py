@@ -185,6 +185,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_downloaded(checkout
 
 
 def test_a_disk_that_fills_up_is_one_clear_line(checkout: Path, tmp_path: Path) -> None:
+    make_program(tmp_path / "df", "echo head; echo 'disk 99 9 31457280 1% /'")  # whatever this machine's has
     make_program(tmp_path / "uv", "echo 'error: failed to write: No space left on device (os error 28)' >&2; exit 2")
     done = set_up(checkout, first_on_path=tmp_path)
     assert done.returncode == 1

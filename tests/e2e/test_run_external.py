@@ -48,6 +48,25 @@ def test_weights_reach_an_engine_by_url(tiny_llama_dir, tmp_path):
     assert not list(Path(out / "weights").glob("version-[01]"))  # only the served one is kept
 
 
+def _run_with_two_slots(model: Path, out: Path, *overrides: str) -> None:
+    """Five asynchronous iterations of eight attempts, on an engine that runs two requests at once."""
+    engine = EmbeddedEngine(load_decoder(model), model, max_running_requests=2, kv_cache_gib=0.1, deterministic=False)
+    server = EngineServer(engine)
+    try:
+        arguments = command(
+            model, out, "rollout=external", f"rollout.engine_urls=[{server.start()}]", "iterations=5",
+            "algorithm=grpo_async", *overrides,
+        )  # fmt: skip
+        arguments.remove("rollout.deterministic=true")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            arguments, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False, cwd=ROOT
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        server.close()
+
+
 def _trained_lengths(out: Path) -> dict[str, int]:
     """Tokens that were sampled in each attempt that was trained."""
     trained = set()
@@ -68,25 +87,11 @@ def test_running_ahead_trains_the_same_attempts_long_ones_too(tiny_llama_dir, tm
     an iteration, taking whatever is ready would prefer the short ones."""
     found = []
     for staleness in (0, 2):
-        engine = EmbeddedEngine(
-            load_decoder(tiny_llama_dir), tiny_llama_dir, max_running_requests=2, kv_cache_gib=0.1, deterministic=False
-        )
-        server = EngineServer(engine)
         out = tmp_path / f"run-{staleness}"
-        try:
-            arguments = command(
-                tiny_llama_dir, out, "rollout=external", f"rollout.engine_urls=[{server.start()}]",
-                f"rollout.max_staleness={staleness}", "rollout.max_new_tokens=96", "iterations=5",
-                "algorithm=grpo_async", "algorithm.filter=none", "trainer.learning_rate=0", "rollout.sync_mode=drain",
-            )  # fmt: skip
-            arguments.remove("rollout.deterministic=true")
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(
-                arguments, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False, cwd=ROOT
-            )
-            assert done.returncode == 0, done.stdout + done.stderr
-        finally:
-            server.close()
+        _run_with_two_slots(
+            tiny_llama_dir, out, f"rollout.max_staleness={staleness}", "rollout.max_new_tokens=96",
+            "algorithm.filter=none", "trainer.learning_rate=0", "rollout.sync_mode=drain",
+        )  # fmt: skip
         found.append((_trained_lengths(out), max(row["rollout/staleness_max"] for row in metrics(out))))
     (fresh, none), (ahead, stalest) = found
     assert none == 0 < stalest
@@ -97,24 +102,8 @@ def test_running_ahead_trains_the_same_attempts_long_ones_too(tiny_llama_dir, tm
 
 def test_rollouts_run_ahead_of_the_weights(tiny_llama_dir, tmp_path):
     """Two versions ahead: attempts go on over weight updates, every count agrees, nothing is stale or thrown away."""
-    engine = EmbeddedEngine(
-        load_decoder(tiny_llama_dir), tiny_llama_dir, max_running_requests=2, kv_cache_gib=0.1, deterministic=False
-    )
-    server = EngineServer(engine)
     out = tmp_path / "run"
-    try:
-        arguments = command(
-            tiny_llama_dir, out, "rollout=external", f"rollout.engine_urls=[{server.start()}]",
-            "rollout.max_staleness=2", "rollout.max_new_tokens=64", "iterations=5", "algorithm=grpo_async",
-        )  # fmt: skip
-        arguments.remove("rollout.deterministic=true")
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            arguments, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False, cwd=ROOT
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    finally:
-        server.close()
+    _run_with_two_slots(tiny_llama_dir, out, "rollout.max_staleness=2", "rollout.max_new_tokens=64")
     rows = metrics(out)
     assert [row["rollout/samples_stale"] for row in rows] == [0.0] * 5
     stalest = [row["rollout/staleness_max"] for row in rows]

@@ -38,6 +38,15 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RL360_TEST": str(folder)}
 
 
+def wait_for_a_row(run: subprocess.Popen[str], out: Path) -> None:
+    """Until the run has finished an iteration."""
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while not (out / "metrics.jsonl").is_file() or not (out / "metrics.jsonl").read_text():
+        assert run.poll() is None, run.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("sync", ["ipc", "nccl"])
 def test_two_servers_learn_with_the_trainer(sync, tiny_llama_dir, tmp_path):
     out = tmp_path / "run"
@@ -60,11 +69,7 @@ def test_a_server_that_is_killed_in_a_run_is_replaced_and_nothing_is_lost(tiny_l
         env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + RUN_TIMEOUT_S
-        while not (out / "metrics.jsonl").is_file() or not (out / "metrics.jsonl").read_text():
-            assert run.poll() is None, run.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for_a_row(run, out)
         servers = processes(str(tmp_path), "rl360.gateway.embedded.serve")
         os.kill(servers[-1], signal.SIGKILL)
         text, _ = run.communicate(timeout=RUN_TIMEOUT_S)
@@ -193,11 +198,7 @@ def test_a_run_that_was_interrupted_goes_on_also_when_a_server_was_just_killed(k
         env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + RUN_TIMEOUT_S
-        while not (out / "metrics.jsonl").is_file() or not (out / "metrics.jsonl").read_text():
-            assert run.poll() is None, run.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for_a_row(run, out)
         if killed:
             os.kill(processes(str(tmp_path), "rl360.gateway.embedded.serve")[0], signal.SIGKILL)
         run.send_signal(signal.SIGINT)

@@ -51,6 +51,7 @@ def find(path: Path | str, **environment: str) -> subprocess.CompletedProcess[st
 
 # The script also looks at these; where the machine has one, "none found" cannot be shown.
 HAS_SYSTEM_PYTHON = any(Path(p, f"python3.{m}").exists() for p in ("/usr/bin", "/usr/local/bin") for m in (12, 13))
+ENOUGH_DISK = "echo head; echo 'disk 99 9 31457280 1% /'"  # a df that says 30 GiB, whatever this machine has
 needs_none = pytest.mark.skipif(HAS_SYSTEM_PYTHON, reason="this machine has a Python 3.12 or 3.13 in /usr")
 
 
@@ -170,6 +171,7 @@ def set_up(checkout: Path, *, first_on_path: Path, **environment: str) -> subpro
 
 @pytest.mark.skipif(shutil.which("uv", path="/usr/bin:/bin") is not None, reason="uv lies in /usr/bin here")
 def test_an_index_that_does_not_answer_is_one_clear_line(checkout: Path, tmp_path: Path) -> None:
+    make_program(tmp_path / "df", ENOUGH_DISK)
     done = set_up(checkout, first_on_path=tmp_path)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
@@ -185,7 +187,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_downloaded(checkout
 
 
 def test_a_disk_that_fills_up_is_one_clear_line(checkout: Path, tmp_path: Path) -> None:
-    make_program(tmp_path / "df", "echo head; echo 'disk 99 9 31457280 1% /'")  # whatever this machine's has
+    make_program(tmp_path / "df", ENOUGH_DISK)
     make_program(tmp_path / "uv", "echo 'error: failed to write: No space left on device (os error 28)' >&2; exit 2")
     done = set_up(checkout, first_on_path=tmp_path)
     assert done.returncode == 1

@@ -260,6 +260,7 @@ DISK_FULL = "No space left on device"  # strerror(ENOSPC): the host's disk, sinc
 
 # Ends of a verifier without a verdict. The task is to blame, unless the same tests judged another attempt of its group.
 NO_VERDICT = frozenset({"verifier_timeout", "verifier_no_reward", "verifier_garbage"})
+INTERRUPTED = "interrupted"  # in a trial's metadata: something outside ended its sandbox, or a process in it
 OFFLINE = "offline"  # in a trial's metadata: its sandboxes had no network that tests could have waited for
 
 
@@ -324,6 +325,9 @@ def agent_timer_s(budget_s: float, trial_timeout_s: float, start_timeout_s: floa
 def _of_trial(trial: TrialResult, session: Session, agent_timeout_s: float) -> Verdict:
     name = trial.exception_type
     has_verdict = _has_verdict(trial)
+    if trial.agent_metadata.get(INTERRUPTED):
+        # A test script that goes on after its program was killed writes a 0, and a command that was killed looks done.
+        return classify_cause("sandbox_died")
     if not has_verdict and (resource := trial.agent_metadata.get("exhausted")):
         # The policy used up its own sandbox (memory, disk, lifetime): the verifier had no ground left to stand on.
         return Verdict(Action.SCORE_ZERO, Stop.AGENT_ERROR, f"exhausted_{resource}")

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl360.rollout.failures import AGENT_ERROR, OFFLINE
+from rl360.rollout.failures import AGENT_ERROR, INTERRUPTED, OFFLINE
 from rl360.types import AttemptSpec, Timings, TrialResult
 
 if TYPE_CHECKING:
@@ -204,7 +204,8 @@ def _map(
             failure = (harbor.exception_info.exception_type, harbor.exception_info.exception_message)
         if harbor.agent_result is not None:
             metadata.update(harbor.agent_result.metadata or {})
-        metadata.pop(AGENT_ERROR, None)  # ours to say
+        for key in (AGENT_ERROR, INTERRUPTED, "exhausted"):  # ours to say
+            metadata.pop(key, None)
         if agents_own is not None:
             own = (type(agents_own).__name__, str(agents_own))
             if failure is None or failure[0] != own[0]:  # a later failure of the same name must not pass for this one
@@ -226,6 +227,8 @@ def _map(
     environment = getattr(trial, "agent_environment", None)
     if exhausted := getattr(environment, "exhausted", ""):
         metadata["exhausted"] = exhausted
+    if interrupted := getattr(environment, "interrupted", ""):
+        metadata[INTERRUPTED] = interrupted
     if (carried := getattr(environment, "carried", None)) is not None and carried.num_refused:
         metadata["artifacts_refused"] = list(carried.refused)
     return TrialResult(

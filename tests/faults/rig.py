@@ -15,7 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,24 @@ class Engine:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How long an attempt's parts may take, in seconds."""
+
+    budget_s: float = BUDGET_S
+    timer_s: float = TIMER_S
+    verifier_s: float = VERIFIER_TIMEOUT_S
+    trial_s: float = TRIAL_TIMEOUT_S
+    client_s: float = CLIENT_TIMEOUT_S
+
+
+PATIENT = Limits(timer_s=40.0, verifier_s=30.0, trial_s=60.0, client_s=15.0)
+"""For what must end by the fault that a test brings, or not at all: on a machine that stands still for seconds no timer
+may ring before it. The budget is as small as ever, since it ends nothing."""
+
+
 class Rig:
-    def __init__(self, folder: Path, cache_dir: Path) -> None:
+    def __init__(self, folder: Path, cache_dir: Path, limits: Limits = Limits()) -> None:
         self.run_dir, self.cache_dir = folder / "run", cache_dir
         self.trials_dir = self.run_dir / "trials"
         self.trials_dir.mkdir(parents=True)
@@ -114,11 +130,15 @@ class Rig:
             "rl360.rollout.trial_worker:TrialWorker",
             NUM_WORKERS,
             {
-                "agent": {**asdict(AgentConfig()), "import_path": "tests.faults.agent:CueAgent", "timeout_s": TIMER_S},
-                "sandbox": {**asdict(SandboxConfig()), "verifier_timeout_s": VERIFIER_TIMEOUT_S},
+                "agent": {
+                    **asdict(AgentConfig()),
+                    "import_path": "tests.faults.agent:CueAgent",
+                    "timeout_s": limits.timer_s,
+                },
+                "sandbox": {**asdict(SandboxConfig()), "verifier_timeout_s": limits.verifier_s},
                 "cache_dir": cache_dir,
                 "trials_dir": self.trials_dir,
-                "trial_timeout_s": TRIAL_TIMEOUT_S,
+                "trial_timeout_s": limits.trial_s,
                 "model_name": "stub",
                 "max_concurrent": 4,
                 "start_interval_s": 0.0,
@@ -133,8 +153,8 @@ class Rig:
             events=RolloutEvents(self.record.started, self._requeued, self.record.finished, lambda: None),
             concurrency=8,
             max_tries=MAX_TRIES,
-            agent_timeout_s=BUDGET_S,
-            client_timeout_s=CLIENT_TIMEOUT_S,
+            agent_timeout_s=limits.budget_s,
+            client_timeout_s=limits.client_s,
         )
         self._slots = iter(range(10**6))
         self._stack.callback(self.record.close)

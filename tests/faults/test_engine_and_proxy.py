@@ -58,22 +58,22 @@ def test_an_engine_that_dies_and_comes_back(rig: Rig) -> None:
     assert [a.reward for a in rig.run(task, size=2)] == [1.0, 1.0]
 
 
-def test_a_slow_engine_is_not_the_agents_timeout(rig: Rig) -> None:
+def test_a_slow_engine_is_not_the_agents_timeout(patient_rig: Rig) -> None:
     """Three calls of 1 s are more than the budget, and none of it is the agent's."""
-    rig.engine.model.delay_s = 1.0
-    (attempt,) = rig.run(rig.task("slow-engine", {"turns": 3}))
+    patient_rig.engine.model.delay_s = 1.0
+    (attempt,) = patient_rig.run(patient_rig.task("slow-engine", {"turns": 3}))
     assert attempt.timings.agent_s > BUDGET_S
     assert attempt.timings.engine_wait_s >= 3.0
-    assert (attempt.reward, attempt.stop, rig.causes(attempt)) == (1.0, Stop.FINISHED, [])
+    assert (attempt.reward, attempt.stop, patient_rig.causes(attempt)) == (1.0, Stop.FINISHED, [])
 
 
-def test_a_pause_for_new_weights_is_not_the_agents_timeout(rig: Rig) -> None:
+def test_a_pause_for_new_weights_is_not_the_agents_timeout(patient_rig: Rig) -> None:
     """Each of two turns is aborted four times without a token; the proxy asks again, 1.5 s of waiting a turn."""
     pause = [Fault("abort", keep=0)] * 4
-    rig.engine.model.faults.extend([*pause, Fault("none"), *pause])
-    version = rig.engine.model.version
-    (attempt,) = rig.run(rig.task("weight-update", {"turns": 2}))
-    assert (attempt.reward, attempt.stop, rig.causes(attempt)) == (1.0, Stop.FINISHED, [])
+    patient_rig.engine.model.faults.extend([*pause, Fault("none"), *pause])
+    version = patient_rig.engine.model.version
+    (attempt,) = patient_rig.run(patient_rig.task("weight-update", {"turns": 2}))
+    assert (attempt.reward, attempt.stop, patient_rig.causes(attempt)) == (1.0, Stop.FINISHED, [])
     assert attempt.timings.agent_s > attempt.timings.engine_wait_s > 3.0 > BUDGET_S
     assert [s.version for s in attempt.segments[0].version_spans] == [version + 4, version + 8]
 
@@ -159,23 +159,23 @@ def test_a_proxy_that_nobody_reaches_is_replaced(rig: Rig) -> None:
     assert attempt.reward == 1.0
 
 
-def test_a_killed_worker_is_replaced(rig: Rig) -> None:
-    rig.submit(rig.task("worker-killed", {"turns": 1, "first": ["sleep 66.25"]}))
-    sandbox = wait_for(lambda: rig.sandbox_with("sleep 66.25"))
-    (worker,) = [pid for pid in rig.worker_pids() if pid in {p.pid for p in sandbox.parents()}]
+def test_a_killed_worker_is_replaced(patient_rig: Rig) -> None:
+    patient_rig.submit(patient_rig.task("worker-killed", {"turns": 1, "first": ["sleep 66.25"]}))
+    sandbox = wait_for(lambda: patient_rig.sandbox_with("sleep 66.25"))
+    (worker,) = [pid for pid in patient_rig.worker_pids() if pid in {p.pid for p in sandbox.parents()}]
     os.kill(worker, signal.SIGKILL)
-    (attempt,) = rig.next()
-    assert rig.causes(attempt) == ["worker_died"]
+    (attempt,) = patient_rig.next()
+    assert patient_rig.causes(attempt) == ["worker_died"]
     assert attempt.reward == 1.0
-    assert worker not in rig.worker_pids()
+    assert worker not in patient_rig.worker_pids()
     assert not sandbox.is_running()
 
 
-def test_a_worker_that_hangs_is_replaced(rig: Rig) -> None:
-    rig.submit(rig.task("worker-stopped", {"turns": 1, "first": ["sleep 67.25"]}))
-    sandbox = wait_for(lambda: rig.sandbox_with("sleep 67.25"))
-    (worker,) = [pid for pid in rig.worker_pids() if pid in {p.pid for p in sandbox.parents()}]
+def test_a_worker_that_hangs_is_replaced(patient_rig: Rig) -> None:
+    patient_rig.submit(patient_rig.task("worker-stopped", {"turns": 1, "first": ["sleep 67.25"]}))
+    sandbox = wait_for(lambda: patient_rig.sandbox_with("sleep 67.25"))
+    (worker,) = [pid for pid in patient_rig.worker_pids() if pid in {p.pid for p in sandbox.parents()}]
     os.kill(worker, signal.SIGSTOP)
-    (attempt,) = rig.next()
-    assert rig.causes(attempt) == ["trial_timeout"]
+    (attempt,) = patient_rig.next()
+    assert patient_rig.causes(attempt) == ["trial_timeout"]
     assert attempt.reward == 1.0

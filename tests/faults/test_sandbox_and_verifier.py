@@ -13,46 +13,46 @@ from tests.faults.rig import PASSES, Rig, wait_for
 pytestmark = [pytest.mark.sandbox, pytest.mark.slow]
 
 
-def test_killed_while_it_starts(rig: Rig) -> None:
+def test_killed_while_it_starts(patient_rig: Rig) -> None:
     """The image's layer is built in a sandbox too: killed there, the start has failed."""
-    task = rig.task("killed-start", {"turns": 1}, dockerfile="FROM x\nRUN sleep 61.25\n")
-    rig.submit(task)
-    wait_for(lambda: rig.sandbox_with("sleep 61.25")).kill()
-    rig.task("killed-start", {"turns": 1})
-    (attempt,) = rig.next()
-    assert rig.causes(attempt) == ["sandbox_build"]
+    task = patient_rig.task("killed-start", {"turns": 1}, dockerfile="FROM x\nRUN sleep 61.25\n")
+    patient_rig.submit(task)
+    wait_for(lambda: patient_rig.sandbox_with("sleep 61.25")).kill()
+    patient_rig.task("killed-start", {"turns": 1})
+    (attempt,) = patient_rig.next()
+    assert patient_rig.causes(attempt) == ["sandbox_build"]
     assert (attempt.reward, attempt.spec.try_number) == (1.0, 1)
 
 
-def test_killed_under_the_agent(rig: Rig) -> None:
-    rig.submit(rig.task("killed-agent", {"turns": 1, "first": ["sleep 62.25"]}))
-    wait_for(lambda: rig.sandbox_with("sleep 62.25")).kill()
-    (attempt,) = rig.next()
-    assert rig.causes(attempt) == ["sandbox_died"]
+def test_killed_under_the_agent(patient_rig: Rig) -> None:
+    patient_rig.submit(patient_rig.task("killed-agent", {"turns": 1, "first": ["sleep 62.25"]}))
+    wait_for(lambda: patient_rig.sandbox_with("sleep 62.25")).kill()
+    (attempt,) = patient_rig.next()
+    assert patient_rig.causes(attempt) == ["sandbox_died"]
     assert (attempt.reward, attempt.stop) == (1.0, Stop.FINISHED)
 
 
-def test_killed_under_the_verifier(rig: Rig) -> None:
+def test_killed_under_the_verifier(patient_rig: Rig) -> None:
     test_sh = f"#!/bin/bash\nif [ -e /app/first ]; then sleep 63.25; fi\n{PASSES}"
-    rig.submit(rig.task("killed-verifier", {"turns": 1, "first": ["touch /app/first"]}, test_sh))
-    wait_for(lambda: rig.sandbox_with("sleep 63.25")).kill()
-    (attempt,) = rig.next()
-    assert rig.causes(attempt) == ["sandbox_died"]
+    patient_rig.submit(patient_rig.task("killed-verifier", {"turns": 1, "first": ["touch /app/first"]}, test_sh))
+    wait_for(lambda: patient_rig.sandbox_with("sleep 63.25")).kill()
+    (attempt,) = patient_rig.next()
+    assert patient_rig.causes(attempt) == ["sandbox_died"]
     assert attempt.reward == 1.0
 
 
-def test_killed_every_time_is_masked_and_never_a_zero(rig: Rig) -> None:
-    rig.submit(rig.task("killed-always", {"turns": 1, "run": ["sleep 64.25"]}))
+def test_killed_every_time_is_masked_and_never_a_zero(patient_rig: Rig) -> None:
+    patient_rig.submit(patient_rig.task("killed-always", {"turns": 1, "run": ["sleep 64.25"]}))
     killed = set()
     for _ in range(2):
-        sandbox = wait_for(lambda: rig.sandbox_with("sleep 64.25"))
+        sandbox = wait_for(lambda: patient_rig.sandbox_with("sleep 64.25"))
         assert sandbox.pid not in killed
         killed.add(sandbox.pid)
         sandbox.kill()
         sandbox.wait(10)
-    (attempt,) = rig.next()
+    (attempt,) = patient_rig.next()
     assert (attempt.valid, attempt.reward, attempt.cause) == (False, None, "sandbox_died")
-    assert rig.causes(attempt) == ["sandbox_died"]
+    assert patient_rig.causes(attempt) == ["sandbox_died"]
     assert attempt.num_sampled_tokens > 0  # kept for the viewer, not trained on
 
 
@@ -82,11 +82,13 @@ def test_an_agent_that_fails_before_the_model_spoke_is_not_the_policys(rig: Rig)
     assert rig.causes(attempt) == ["unclassified_KeyError"]
 
 
-def test_an_agent_that_fails_because_its_sandbox_was_killed_is_not_the_policys(rig: Rig) -> None:
-    rig.submit(rig.task("agent-and-sandbox", {"turns": 1, "first": ["sleep 68.25"], "raise": "KeyError"}))
-    wait_for(lambda: rig.sandbox_with("sleep 68.25")).kill()
-    (attempt,) = rig.next()
-    assert rig.causes(attempt) == ["sandbox_died"]
+def test_an_agent_that_fails_because_its_sandbox_was_killed_is_not_the_policys(patient_rig: Rig) -> None:
+    patient_rig.submit(
+        patient_rig.task("agent-and-sandbox", {"turns": 1, "first": ["sleep 68.25"], "raise": "KeyError"})
+    )
+    wait_for(lambda: patient_rig.sandbox_with("sleep 68.25")).kill()
+    (attempt,) = patient_rig.next()
+    assert patient_rig.causes(attempt) == ["sandbox_died"]
     assert (attempt.reward, attempt.stop) == (1.0, Stop.AGENT_ERROR)
 
 

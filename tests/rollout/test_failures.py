@@ -153,6 +153,14 @@ def test_a_policy_that_used_up_its_sandbox_scores_zero_even_without_a_verdict():
     assert classify(trial(None, {"reward": 1.0}, exhausted="memory"), session(), BUDGET_S).action is Action.TRAIN
 
 
+@pytest.mark.parametrize("rewards", [None, {"reward": 0.0}, {"reward": 1.0}])
+@pytest.mark.parametrize("name", [None, "AgentTimeoutError", "RuntimeError"])
+def test_no_verdict_counts_of_a_sandbox_that_was_interrupted(name, rewards):
+    ended = trial(name, rewards, interrupted="signal 9 from outside", exhausted="disk")
+    verdict = classify(ended, session(), BUDGET_S)
+    assert (verdict.action, verdict.cause) == (Action.REQUEUE, "sandbox_died")
+
+
 def test_every_name_that_harbor_knows_has_its_own_row():
     """Harbor adds names; a new one must be decided on here rather than fall through to `unclassified`."""
     from harbor.models.trial.error_policy import ERROR_POLICIES

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rl360.sandboxes.local import cgroups
 from rl360.sandboxes.local.cgroups import Hierarchy, Limits
 
@@ -102,3 +104,12 @@ def test_kills_by_a_limit_outside_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "v2/memory.events").write_text("low 0\nmax 0\noom 0\noom_kill 1\n")
     assert cgroups.oom_kills([str(tmp_path / "v1")]) == (0, 1)
     assert cgroups.oom_kills([str(tmp_path / "v2")]) == (0, 1)
+
+
+@pytest.mark.parametrize(("most_mib", "expected"), [(128, (1, 0)), (127, (1, 0)), (100, (0, 1))])
+def test_a_kernel_that_counts_no_refused_charges(tmp_path: Path, most_mib: int, expected: tuple[int, int]) -> None:
+    """Linux 6.18 with v1: failcnt stays 0. A memory bomb was taken for the machine's lack of memory there."""
+    rows = {"oom_control": "oom_kill 1\n", "failcnt": "0\n", "limit_in_bytes": f"{128 << 20}\n"}
+    for file, text in {**rows, "max_usage_in_bytes": f"{most_mib << 20}\n"}.items():
+        (tmp_path / f"memory.{file}").write_text(text)
+    assert cgroups.oom_kills([str(tmp_path)]) == expected

@@ -41,10 +41,9 @@ async def _start_behind_a_flood(keeper: Keeper, plan: Plan) -> list[str]:
 
 
 async def _end_by_itself(keeper: Keeper, sandbox: SandboxProcess) -> None:
-    """Nobody asked for it. Returns when the keeper has seen to it."""
-    pid = keeper._process.pid
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    os.kill(int(child), signal.SIGKILL)
+    """Its input is closed, and its shell ends. Returns when the keeper has seen to it."""
+    os.close(sandbox._stdin)
+    sandbox._stdin = -1
     await asyncio.wait_for(asyncio.shield(keeper._gone[sandbox.name]), 10)
 
 

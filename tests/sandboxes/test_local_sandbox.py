@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from rl360.sandboxes.artifact_paths import Artifact
-from rl360.sandboxes.local import rootfs
+from rl360.sandboxes.local import cgroups, rootfs
+from rl360.sandboxes.local.namespace import SandboxDied
 
 pytestmark = pytest.mark.sandbox
 
@@ -171,6 +172,8 @@ async def test_a_memory_bomb_is_killed_and_the_sandbox_lives(start_sandbox: Any)
     assert done.stdout is None
     assert await out(s, "echo alive") == "alive"
     await s.stop(delete=True)
+    own = "memory" if "memory" in cgroups.find().parents else ""
+    assert (s.exhausted, s.interrupted) == (own, "")  # its own limit, not the machine's lack
 
 
 async def test_a_fork_bomb_is_contained(start_sandbox: Any) -> None:
@@ -413,3 +416,48 @@ def _is_monitor_of(process: Any, sandbox: Any) -> bool:
     """The first bubblewrap process, child of this worker's keeper."""
     keeper = sandbox._host.keeper._process.pid
     return process.info["name"] == "bwrap" and process.ppid() == keeper
+
+
+def _monitor_of(sandbox: Any) -> Any:
+    return next(p for p in psutil.process_iter(["name", "cmdline"]) if _is_monitor_of(p, sandbox))
+
+
+async def test_what_it_said_before_something_outside_killed_it_does_not_count(start_sandbox: Any) -> None:
+    """Its disk is still whole, so that without a look at how it ended it would be graded as if nothing had happened."""
+    s = await start_sandbox()
+    await out(s, "echo done > answer")
+    _monitor_of(s).kill()
+    with pytest.raises(RuntimeError, match="interrupted: signal 9 from outside"):
+        await s.start_afresh([], None)
+    assert (s.exhausted, s.interrupted) == ("", "signal 9 from outside")
+
+    verifier = await start_sandbox()
+    await verifier.start_afresh([], None)
+    await out(verifier, "echo 0 > /logs/verifier/reward.txt")
+    _monitor_of(verifier).kill()
+    await verifier.stop(delete=True)
+    assert (verifier.exhausted, verifier.interrupted) == ("", "signal 9 from outside")
+
+
+async def test_what_we_end_ourselves_was_not_interrupted(start_sandbox: Any) -> None:
+    s = await start_sandbox(lifetime_s=3600)
+    await s.start_afresh([], None)
+    await s.stop(delete=True)
+    assert (s.exhausted, s.interrupted) == ("", "")
+
+
+@pytest.mark.parametrize("end", ["killed", "halted"])
+async def test_nothing_goes_on_after_its_child_was_killed_with_the_sandbox(start_sandbox: Any, end: str) -> None:
+    """A test script whose program dies first writes a 0 in the moment that is left to it."""
+    for _ in range(5):
+        s = await start_sandbox()
+        await out(s, "(for i in {1..40}; do (sleep 1234; echo > /logs/agent/went-on-$i) & done) >/dev/null 2>&1")
+        inner = s._running()
+        if end == "killed":
+            _monitor_of(s).kill()
+            with pytest.raises(SandboxDied):
+                await inner.halt()
+        else:
+            await inner.halt()
+        assert os.listdir(f"/proc/self/fd/{inner.root_fd}/logs/agent") == []
+        await s.stop(delete=True)

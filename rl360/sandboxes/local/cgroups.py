@@ -17,6 +17,7 @@ from pathlib import Path
 
 PREFIX = "rl360-"
 _CPU_PERIOD_US = 100_000  # the kernel's default period
+_CHARGE_BYTES = 4 * 2**20  # more than the kernel asks for at once: a huge page of 2 MiB, or a batch of small ones
 _CONTROLLERS = ("memory", "cpu", "pids")
 _ROOT = Path("/sys/fs/cgroup")
 
@@ -211,18 +212,27 @@ def oom_kills(folders: list[str]) -> tuple[int, int]:
             except OSError:
                 continue
             kills = int(rows.get("oom_kill", "0"))
-            # v2 counts in `oom` the group whose limit it was, and its ancestors. v1 has counters of refused charges.
-            own = int(rows["oom"]) if "oom" in rows else _refused_charges(folder)
+            # v2 counts in `oom` the group whose limit it was, and its ancestors.
+            own = int(rows["oom"]) > 0 if "oom" in rows else _reached_its_limit(folder)
             return (kills, 0) if own else (0, kills)
     return 0, 0
 
 
-def _refused_charges(folder: str) -> int:
-    total = 0
-    for file in ("memory.failcnt", "memory.memsw.failcnt"):
+def _reached_its_limit(folder: str) -> bool:
+    """v1: whether charges were refused, or the most that was ever used lies just below the limit. Linux 6.18 shows no
+    refused charges any more (0 after an out-of-memory kill by the group's own limit), older ones do."""
+    for counter in ("memory", "memory.memsw"):
         try:
-            with open(os.path.join(folder, file)) as text:
-                total += int(text.read())
-        except OSError:
+            if _number(folder, f"{counter}.failcnt"):
+                return True
+            limit, most = _number(folder, f"{counter}.limit_in_bytes"), _number(folder, f"{counter}.max_usage_in_bytes")
+        except (OSError, ValueError):
             continue
-    return total
+        if most >= limit - _CHARGE_BYTES:
+            return True
+    return False
+
+
+def _number(folder: str, file: str) -> int:
+    with open(os.path.join(folder, file)) as text:
+        return int(text.read())

@@ -91,6 +91,7 @@ class LocalSandbox(BaseEnvironment):
         # What the policy did to its sandbox, after stop too: memory | disk | lifetime | artifacts: a limit that it ran
         # into; sandbox: something inside ended it.
         self.exhausted = ""
+        self.interrupted = ""  # what ended it, or a process in it, from outside: no verdict counts
         self.carried: Carried | None = None  # what came along into the verifier's sandbox
         super().__init__(*args, **kwargs)
         if self._host_mounts:
@@ -191,6 +192,7 @@ class LocalSandbox(BaseEnvironment):
             self._note_exhausted(sandbox)
             await sandbox.stop()
             self.exhausted = self.exhausted or sandbox.exhausted
+            self.interrupted = self.interrupted or sandbox.interrupted
 
     def _note_exhausted(self, sandbox: SandboxProcess) -> None:
         if _is_full(sandbox):
@@ -229,6 +231,7 @@ class LocalSandbox(BaseEnvironment):
             raise RuntimeError(str(error)) from error
         finally:
             await old.stop()
+            self.interrupted = self.interrupted or old.interrupted
         if self.carried.num_refused:
             self.logger.warning("%d artifacts refused: %s", self.carried.num_refused, "; ".join(self.carried.refused))
 

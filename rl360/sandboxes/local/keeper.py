@@ -37,6 +37,7 @@ _CONTROL_INODES = 16_384
 _OPEN_FILES = 1024  # the usual soft limit of a process
 _REMOVE_EVERY_S = 0.01  # between tries to remove the groups of a sandbox whose processes are ending
 _REMOVE_FOR_S = 5.0  # then the next sweep gets it
+_KERNEL_ENDS_S = 0.2  # after a sandbox's end; what still runs in its groups then was never in its PID namespace
 
 
 @dataclass
@@ -46,6 +47,7 @@ class _Sandbox:
     folder: str | None
     deadline: float | None
     exhausted: str = ""
+    signalled: bool = False  # bubblewrap's own process was killed by the keeper
     keep: bool = True  # its folder: until the worker says otherwise, also where it ended before the worker knew
     ended: float | None = None  # when it was reaped; None: running
     event: dict[str, Any] = field(default_factory=dict)
@@ -240,13 +242,18 @@ def _copy_tree(name: str, lowers: list[str], target: str, upper: str | None) -> 
 
 
 def _kill(sandbox: _Sandbox) -> None:
-    """Kill everything inside. Without control groups that is the first process inside, which takes the others along.
+    """Kill the first process inside: the kernel takes all others along, each after those that it was started by.
 
-    Bubblewrap's own process then ends by itself, after all of them: were it killed first, its end would be seen while
-    some inside still run.
+    Were they killed one by one in any order, a command could be dead while what reports its exit code, or goes on to
+    the next line of a test script, still runs. Bubblewrap's own process ends by itself, after all of them.
     """
-    pids = cgroups.processes(sandbox.cgroups) or _children(sandbox.pid) or {sandbox.pid}
-    for pid in pids:
+    pids = _children(sandbox.pid) or cgroups.processes(sandbox.cgroups) or {sandbox.pid}
+    sandbox.signalled = sandbox.signalled or sandbox.pid in pids
+    _kill_each(pids)
+
+
+def _kill_each(pids: set[int]) -> None:
+    for pid in sorted(pids):  # parents first
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -274,7 +281,9 @@ def _tend(control: socket.socket | None, sandboxes: dict[str, _Sandbox]) -> None
                 sandbox.ended = now
                 own, outer = cgroups.oom_kills(sandbox.cgroups)
                 status = os.waitstatus_to_exitcode(status)
-                sandbox.event = {"status": status, "oom_kills": own, "outer_oom_kills": outer}
+                sandbox.event = {
+                    "status": status, "oom_kills": own, "outer_oom_kills": outer, "signalled": sandbox.signalled,
+                }  # fmt: skip
     for name, sandbox in list(sandboxes.items()):
         if sandbox.ended is None:
             if sandbox.deadline is not None and now > sandbox.deadline:
@@ -284,9 +293,8 @@ def _tend(control: socket.socket | None, sandboxes: dict[str, _Sandbox]) -> None
             continue
         left = cgroups.remove(sandbox.cgroups)
         if left and now - sandbox.ended < _REMOVE_FOR_S:
-            for pid in cgroups.processes(left):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            if now - sandbox.ended > _KERNEL_ENDS_S:
+                _kill_each(cgroups.processes(left))
             continue
         if sandbox.folder is not None and not sandbox.keep:
             shutil.rmtree(sandbox.folder, ignore_errors=True)

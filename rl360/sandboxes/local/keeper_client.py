@@ -118,7 +118,14 @@ class Keeper:
                 for future in self._gone.values():
                     if not future.done():
                         future.set_result(
-                            {"status": None, "exhausted": "", "oom_kills": 0, "outer_oom_kills": 0, "left": True}
+                            {
+                                "status": None,
+                                "exhausted": "",
+                                "oom_kills": 0,
+                                "outer_oom_kills": 0,
+                                "signalled": False,
+                                "left": True,
+                            }
                         )
                 self._gone.clear()
                 return

@@ -68,6 +68,7 @@ class SandboxProcess:
         self.plan = plan
         self.name = keeper.next_name()
         self.exhausted = ""  # what it ran into: memory | disk | lifetime; sandbox: it ended itself; "": nothing known
+        self.interrupted = ""  # what ended it, or a process in it, from outside: what came of it means nothing
         self.root_fd = -1
         self._tree_fds: dict[str, int] = {}  # of the other trees, once it was halted
         self._control_fd = -1
@@ -298,7 +299,8 @@ class SandboxProcess:
     async def halt(self) -> Disk:
         """End every process inside, from outside, and keep the disk for reading until `stop`.
 
-        Works on a sandbox that ended by itself too. Raises SandboxDied when some process cannot be ended.
+        Works on a sandbox that ended by itself too. Raises SandboxDied when some process cannot be ended, and where
+        something outside ended the sandbox or a process in it before.
         """
         if self.root_fd < 0:
             raise SandboxDied("the sandbox is not running", self.exhausted)
@@ -306,6 +308,8 @@ class SandboxProcess:
         event = await self._end(keep=True)
         if event is None or event["left"]:
             raise SandboxDied("the sandbox has processes that cannot be killed", self.exhausted)
+        if self.interrupted:
+            raise SandboxDied(f"the sandbox was interrupted: {self.interrupted}", self.exhausted)
         return disk
 
     def disk(self) -> Disk:
@@ -363,6 +367,19 @@ class SandboxProcess:
         by_itself = self._lost_by_itself and event["status"] is not None and event["status"] >= 0
         by_itself = by_itself and not event["outer_oom_kills"]  # the host ran out of memory
         self.exhausted = limit or self.exhausted or ("sandbox" if by_itself else "")
+        if not self.exhausted:
+            self.interrupted = _interruption(event)
+
+
+def _interruption(event: dict[str, Any]) -> str:
+    """Nothing inside can signal bubblewrap's own process, and no limit was reached."""
+    if event["outer_oom_kills"]:
+        return "the machine ran out of memory, and the kernel ended a process of it"
+    if event["status"] is None:
+        return "the process that kept it ended"
+    if event["status"] < 0 and not event["signalled"]:
+        return f"signal {-event['status']} from outside"
+    return ""
 
 
 def _bytes(text: str) -> bytes:

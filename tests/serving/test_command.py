@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import random
 import socket
 import subprocess
 import sys
@@ -149,11 +151,22 @@ def test_too_few_devices_are_named() -> None:
         launches(ServerFlags(Path("/m"), 100, tensor_parallel_size=2), PORTS, ["0", "1", "2"])
 
 
+def _free_block(size: int) -> int:
+    """The first of neighbouring ports that are free, below those that the kernel gives to anyone's connections."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for base in random.Random(os.getpid()).sample(range(min(10_000, first // 2), first - size), 200):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(base, base + size):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return base
+    raise AssertionError(f"no {size} free neighbouring ports below {first}")
+
+
 def test_ports_from_a_base_are_neighbours_and_a_taken_one_is_named() -> None:
+    port = _free_block(7) + 1
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = taken.getsockname()[1]
         with pytest.raises(InfrastructureError, match=f"port {port} of rollout.sglang.base_port {port - 1}"):
             claim_ports(1, port - 1)
     with contextlib.closing(claim_ports(3, port)) as ports:
@@ -164,8 +177,7 @@ def test_ports_from_a_base_are_neighbours_and_a_taken_one_is_named() -> None:
 
 def test_ports_on_which_nobody_listens_yet_are_another_runs_until_that_ends() -> None:
     """A server listens minutes after its run has planned its ports."""
-    with contextlib.closing(claim_ports(2, 0)) as free:
-        base = free.pairs[0][0]
+    base = _free_block(6)
     hold = "import sys, time; from rl360.serving.ports import claim_ports; kept = claim_ports(2, int(sys.argv[1]))"
     run = subprocess.Popen(
         [sys.executable, "-c", f"{hold}; print(1, flush=True); time.sleep(1000)", str(base)], stdout=subprocess.PIPE

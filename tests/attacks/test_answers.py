@@ -88,7 +88,7 @@ def test_an_answer_cannot_make_the_verifier_time_out(pool: str, tmp_path: Path) 
             path.write_text(SLOW + path.read_text())
     else:
         work = tmp_path / "solution.py"
-        work.write_text("import time\ntime.sleep(8)\ndef double(x): return 2 * x\n")
+        work.write_text("import time\ntime.sleep(40)\ndef double(x): return 2 * x\n")
     reward = tmp_path / "logs/reward.txt"
     reward.parent.mkdir()
     began = time.monotonic()
@@ -101,7 +101,7 @@ def test_an_answer_cannot_make_the_verifier_time_out(pool: str, tmp_path: Path) 
     )
     assert reward.read_text() == "0\n", done
     assert "took more than 2" in done.stdout, done
-    assert time.monotonic() - began < 7
+    assert time.monotonic() - began < 20
 
 
 NEGATIVE = "#!/bin/bash\necho -0.5 > /logs/verifier/reward.txt\n"

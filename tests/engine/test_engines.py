@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from rl360.config.schemas import MegatronTrainerConfig, RootConfig, TorchTrainerConfig
-from rl360.engine.engines import server_devices
-from rl360.errors import ConfigError
+from rl360.engine.engines import require_methods, server_devices
+from rl360.errors import CheckpointError, ConfigError
 from rl360.trainers.megatron.trainer import MegatronTrainer
 from rl360.trainers.torch_trainer import TorchTrainer
 
@@ -57,6 +57,95 @@ def test_no_group_spans_a_gpu_twice(monkeypatch):
 def test_megatron_ranks_share_with_nobody(monkeypatch):
     with pytest.raises(ConfigError, match=r"takes 2 of 3 GPUs, and 2 are needed.*colocated"):
         server_devices(config("0,1,2", monkeypatch, 2, num_servers=2))
+
+
+class HandsOver:
+    """A trainer of a plug-in that can do everything; `made` says what was called."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def start(self) -> None:
+        self.made.append("start")
+        raise _Told
+
+    step = publish = save = restore = close = offload = onload = trim = start
+
+
+class NoTrim(HandsOver):
+    trim = None  # type: ignore[assignment]
+
+
+class NoMemory(HandsOver):
+    onload = trim = restore = None  # type: ignore[assignment]
+
+
+class Wraps:
+    """Hands everything on to the trainer inside."""
+
+    def __init__(self, inside: object) -> None:
+        self._inside = inside
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inside, name)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "problems"),
+    [
+        (NoTrim, {"colocated": True}, ["colocated: true, and NoTrim has no trim; expected a trainer with offload"]),
+        (
+            NoMemory,
+            {"colocated": True},
+            ["_target_: NoMemory has no restore; expected a rl360", "colocated: true, and NoMemory has no onload, trim;"],
+        ),
+        (NoTrim, {}, []),  # it has GPUs of its own
+        (lambda: Wraps(HandsOver()), {"colocated": True}, []),
+        (HandsOver, {"colocated": True}, []),
+    ],
+)
+def test_a_trainer_without_what_the_run_will_call_is_refused_before_it_starts(
+    make, changes, problems, monkeypatch, tmp_path
+):
+    from rl360.engine import build
+
+    made = config("", monkeypatch, **changes)
+    made.rollout.engine, made.rollout.sync = "sglang", "ipc"
+    trainer = make()
+    monkeypatch.setattr(build, "_make", lambda *args, **rest: trainer if "model_dir" in rest else None)
+    with ExitStack() as stack, pytest.raises(ConfigError if problems else _Told) as refused:
+        stack.enter_context(build.build(made, tmp_path, "run", None))
+    if problems:
+        assert getattr(trainer, "made", []) == []
+        assert len(refused.value.problems) == len(problems)
+        assert all(text in said for text, said in zip(problems, refused.value.problems, strict=True))
+
+
+@pytest.mark.parametrize("trainer", [TorchTrainer, MegatronTrainer])
+def test_both_trainers_have_what_a_colocated_run_calls(trainer, monkeypatch):
+    made = config("", monkeypatch, colocated=True)
+    made.rollout.engine, made.rollout.sync = "sglang", "ipc"
+    require_methods(made, trainer.__new__(trainer))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_is_missing_or_too_much_is_named_before_servers_start(tied, monkeypatch, tmp_path):
+    """And before a trainer that shares its GPUs leaves them."""
+    from rl360.engine import engines
+    from tests.tiny_model import write_tiny_llama
+    from tests.weight_sync.kit import StubTrainer
+
+    trainer = StubTrainer(write_tiny_llama(tmp_path / "other", tied=not tied), seed=1)
+    trainer.offload = lambda: pytest.fail("left its GPUs")
+    made = config("", monkeypatch, colocated=True)
+    made.rollout.engine, made.rollout.sync = "sglang", "ipc"
+    monkeypatch.setattr(engines.Fleet, "start", lambda self: pytest.fail("started"))
+    model = write_tiny_llama(tmp_path / "model", tied=tied)
+    problem = f"lm_head.weight not {'in a model' if tied else 'sent'}"
+    with ExitStack() as stack, pytest.raises(CheckpointError, match=f"StubTrainer publishes .*: {problem}"):
+        engines.sglang_engines(made, model, tmp_path, None, stack, trainer, [(1, 2)])
 
 
 class _Told(Exception):

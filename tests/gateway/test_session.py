@@ -262,11 +262,11 @@ async def test_closing_ends_what_is_open() -> None:
 
 async def test_engine_wait_counts_overlapping_calls_once() -> None:
     with agent() as driven:
-        driven.model.delay_s = 0.2
+        driven.model.delay_s = 0.5
         await asyncio.gather(*(driven.ask([{"role": "user", "content": str(i)}]) for i in range(4)))
         session = await driven.session.close()
-    assert 0.2 <= session.engine_wait_s < 0.5
-    assert all(turn.engine_wait_s >= 0.2 for turn in session.turns)
+    assert 0.5 <= session.engine_wait_s < 1.5  # one after the other: 2 s
+    assert all(turn.engine_wait_s >= 0.5 for turn in session.turns)
 
 
 async def test_sampling_long_answers_is_told_apart_from_waiting() -> None:
@@ -274,19 +274,19 @@ async def test_sampling_long_answers_is_told_apart_from_waiting() -> None:
     text = "solve the task " * 5
     with agent(max_turns=20, max_new_tokens=200) as driven:
         driven.model.script.extend([text] * 10)
-        driven.model.token_s = 0.005
+        driven.model.token_s = 0.02
         for i in range(9):
             await driven.ask([{"role": "user", "content": str(i)}])
         paced = driven.session._sampling_s
         num_tokens = len(driven.model.samples[0].ids)
         assert num_tokens >= 16
-        driven.model.delay_s = 1.0
+        driven.model.delay_s = 4.0
         await driven.ask([{"role": "user", "content": "9"}])
         session = await driven.session.close()
-    one = num_tokens * 0.005
+    one = num_tokens * 0.02
     assert 2 * one <= paced < 3 * one  # the eighth and the ninth
     assert 3 * one <= session.sampling_s < 4.5 * one
-    assert session.engine_wait_s >= 1.0 + 10 * one
+    assert session.engine_wait_s >= 4.0 + 10 * one
 
 
 async def test_a_template_that_refuses_is_the_agents_error() -> None:

@@ -65,7 +65,7 @@ async def test_background_processes_survive_between_commands(start_sandbox: Any)
     s = await start_sandbox()
     began = time.monotonic()
     await out(s, "(while sleep 0.05; do echo x >> /tmp/ticks; done) & echo started")
-    assert time.monotonic() - began < 5  # it did not wait for the loop
+    assert time.monotonic() - began < 30  # it did not wait for the loop
     await asyncio.sleep(0.4)
     first = int(await out(s, "wc -l < /tmp/ticks"))
     await asyncio.sleep(0.4)

@@ -73,7 +73,7 @@ async def test_a_background_process_survives_its_command(start: Any) -> None:
     s = await start()
     began = time.monotonic()
     await out(s, "(while sleep 0.1; do echo x >> /tmp/ticks; done) > /dev/null 2>&1 & echo started")
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
     await asyncio.sleep(0.6)
     first = int(await out(s, "wc -l < /tmp/ticks"))
     await asyncio.sleep(0.6)
@@ -85,7 +85,7 @@ async def test_a_timeout_ends_the_whole_command(start: Any) -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
         await s.exec("sleep 4321 & sleep 1234", timeout_sec=1)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
     await asyncio.sleep(0.3)
     assert await out(s, "pgrep -c sleep -f 'sleep (4321|1234)' || pgrep -fc '^sleep (4321|1234)' || true") in (
         "0",
@@ -332,7 +332,7 @@ async def test_after_the_stop_nothing_runs(start: Any) -> None:
     s = await start()
     began = time.monotonic()
     await s.stop(delete=True)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 9
     with pytest.raises(RuntimeError, match=r"not running|not found|Please"):
         await s.exec("true")
     await s.stop(delete=True)  # again is harmless

@@ -77,8 +77,8 @@ async def test_start_and_stop_are_quick_and_leave_nothing(docker_image: str, tmp
     await s.exec("sleep 100 & echo x")
     middle = time.monotonic()
     await s.stop(delete=True)
-    assert middle - began < 10
-    assert time.monotonic() - middle < 5
+    assert middle - began < 20
+    assert time.monotonic() - middle < 9  # Docker gives 10 s to what it does not kill at once
     assert docker("ps", "-aq", *OURS) == []
     assert {kind: sorted(docker(kind, "ls", "-q")) for kind in ("network", "volume", "image")} == before
 

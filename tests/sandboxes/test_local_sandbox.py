@@ -17,6 +17,7 @@ import pytest
 
 from rl360.sandboxes.artifact_paths import Artifact
 from rl360.sandboxes.local import cgroups, rootfs
+from rl360.sandboxes.local.host import close_hosts
 from rl360.sandboxes.local.namespace import SandboxDied
 
 pytestmark = pytest.mark.sandbox
@@ -400,16 +401,67 @@ async def test_a_flooded_control_channel_ends_the_sandbox(start_sandbox: Any) ->
     assert s.exhausted == "sandbox"
 
 
-@pytest.mark.parametrize(("who", "expected"), [("inside", "sandbox"), ("outside", "")])
-async def test_who_ended_it(start_sandbox: Any, who: str, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("who", "expected"),
+    [
+        ("inside", ("sandbox", "")),
+        ("inside, and nothing else runs", ("sandbox", "")),
+        ("outside", ("", "signal 9 from outside")),
+        ("outside, the first process", ("", "its first process was killed from outside")),
+    ],
+)
+async def test_who_ended_it(start_sandbox: Any, who: str, expected: tuple[str, str]) -> None:
     """What the policy did is scored 0; what happened to it is tried again."""
     s = await start_sandbox()
-    if who == "outside":
-        monitor = next(p for p in psutil.process_iter(["name", "cmdline"]) if _is_monitor_of(p, s))
-        asyncio.get_running_loop().call_later(0.2, monitor.kill)
+    if who.startswith("outside"):
+        monitor = _monitor_of(s)
+        (first,) = monitor.children()
+        asyncio.get_running_loop().call_later(0.2, (monitor if who == "outside" else first).kill)
+    command = {"inside": "kill -9 2; sleep 20", "inside, and nothing else runs": "kill -9 -1"}.get(who, "sleep 20")
     with pytest.raises(RuntimeError):
-        await s.exec("kill -9 2; sleep 20" if who == "inside" else "sleep 20", timeout_sec=25)
-    assert s.exhausted == expected
+        await s.exec(command, timeout_sec=25)
+    assert (s.exhausted, s.interrupted) == expected
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["bubblewrap", "the first process"])
+async def test_what_ended_before_the_keeper_was_asked_was_not_ended_by_it(start_sandbox: Any, first: bool) -> None:
+    """The keeper stands still, and finds the end and the request to end it at the same time."""
+    s = await start_sandbox()
+    keeper, monitor = psutil.Process(s._host.keeper._process.pid), _monitor_of(s)
+    target = monitor.children()[0] if first else monitor
+    keeper.suspend()
+    target.kill()
+    while monitor.status() != psutil.STATUS_ZOMBIE:
+        await asyncio.sleep(0.01)
+    asyncio.get_running_loop().call_later(0.3, keeper.resume)
+    await s.stop(delete=True)
+    assert s.exhausted == ""
+    assert "from outside" in s.interrupted
+
+
+async def test_nothing_is_left_of_a_killed_keeper(start_sandbox: Any) -> None:
+    """Its sandboxes end with it. The worker removes what the keeper would have, and goes on with another one."""
+    s = await start_sandbox()
+    host = s._host
+    name = host.keeper.owner.name
+    groups = [g for parent in set(host.hierarchy.parents.values()) for g in Path(parent).glob(f"*{name}*")]
+    host.keeper._process.kill()
+    await s.stop(delete=True)
+    assert s.interrupted == "the process that kept it ended"
+    async with asyncio.timeout(10):
+        while any(group.exists() for group in groups):
+            await asyncio.sleep(0.02)
+    after = await start_sandbox()
+    assert await out(after, "echo alive") == "alive"
+    await after.stop(delete=True)
+    folders = [host.keeper.owner.folder, *(keeper.owner.folder for keeper in host._killed)]
+    close_hosts()
+    assert not any(folder.exists() for folder in folders)
+
+
+async def test_a_command_has_no_descriptors_but_its_own(start_sandbox: Any) -> None:
+    s = await start_sandbox()
+    assert await out(s, "cd /proc/self/fd && echo *") == "0 1 2 3"  # 3 is the folder that is listed
 
 
 def _is_monitor_of(process: Any, sandbox: Any) -> bool:

@@ -84,15 +84,18 @@ def sweep(state_dir: Path) -> Sweep:
         if same_boot and process_start(record["pid"]) == record["start"]:
             continue
         if same_boot:
-            counts = _end(folder, record["cgroup_parents"])
+            counts = end(folder, record["cgroup_parents"])
             killed, removed = killed + counts[0], removed + counts[1]
         shutil.rmtree(folder, ignore_errors=True)
         owners.append(folder.name)
     return Sweep(tuple(owners), killed, removed)
 
 
-def _end(folder: Path, parents: list[str]) -> tuple[int, int]:
-    """Kill a dead owner's processes and remove its control groups. Returns how many of each."""
+def end(folder: Path, parents: list[str]) -> tuple[int, int]:
+    """Kill the processes of an owner whose keeper is gone and remove its control groups. Returns how many of each.
+
+    Its folder stays: an artifact may be on its way out of a disk in it.
+    """
     killed: set[int] = set()
     removed: set[str] = set()
     until = time.monotonic() + _KILL_FOR_S

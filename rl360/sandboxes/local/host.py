@@ -8,7 +8,7 @@ what they share cannot be passed in.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harbor.environments.base import SandboxBuildFailedError
@@ -29,13 +29,19 @@ class Host:
     cache_dir: Path
     keeper: Keeper
     run_id: str
+    _killed: list[Keeper] = field(default_factory=list)
 
     def fresh_keeper(self) -> Keeper:
-        """The keeper, started again if it was killed."""
+        """The keeper, another one if it was killed. The folder of that one stays: a disk in it may still be read."""
         if not self.keeper.alive:
-            self.keeper.close()
+            self._killed.append(self.keeper)
             self.keeper = Keeper(self.cache_dir / "owners", self.run_id, self.hierarchy)
         return self.keeper
+
+    def close(self) -> None:
+        """End every sandbox and remove what they own."""
+        for keeper in (self.keeper, *self._killed):
+            keeper.close()
 
 
 _hosts: dict[tuple[str, str, bool], Host] = {}
@@ -67,4 +73,4 @@ def close_hosts() -> None:
     """End every sandbox of this process and remove what it owns."""
     with _hosts_lock:
         while _hosts:
-            _hosts.popitem()[1].keeper.close()
+            _hosts.popitem()[1].close()

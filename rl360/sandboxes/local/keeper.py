@@ -37,6 +37,7 @@ _CONTROL_INODES = 16_384
 _OPEN_FILES = 1024  # the usual soft limit of a process
 _REMOVE_EVERY_S = 0.01  # between tries to remove the groups of a sandbox whose processes are ending
 _REMOVE_FOR_S = 5.0  # then the next sweep gets it
+INFO_FD = 1002  # where bubblewrap says which process is the first inside; above any that is open when it starts
 _KERNEL_ENDS_S = 0.2  # after a sandbox's end; what still runs in its groups then was never in its PID namespace
 
 
@@ -46,8 +47,10 @@ class _Sandbox:
     cgroups: list[str]
     folder: str | None
     deadline: float | None
+    info_fd: int  # bubblewrap has written there which process is the first one inside
     exhausted: str = ""
-    signalled: bool = False  # bubblewrap's own process was killed by the keeper
+    asked: bool = False  # the keeper killed it
+    signalled: bool = False  # it did so by bubblewrap's own process, and not by the first one inside
     keep: bool = True  # its folder: until the worker says otherwise, also where it ended before the worker knew
     ended: float | None = None  # when it was reaped; None: running
     event: dict[str, Any] = field(default_factory=dict)
@@ -75,7 +78,9 @@ def main(control_fd: int, owner_dir: str) -> None:
     poll.register(control, select.POLLIN)
     poll.register(wake_r, select.POLLIN)
     while True:
-        for fd, _ in poll.poll(_timeout_ms(sandboxes)):
+        ready = poll.poll(_timeout_ms(sandboxes))
+        _reap(sandboxes)  # first: what has ended by now did so before anybody asked for it
+        for fd, _ in ready:
             if fd == wake_r:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_r, 4096)
@@ -133,13 +138,16 @@ def _start(message: dict[str, Any], fds: list[int], sandboxes: dict[str, _Sandbo
         os.write(reply, json.dumps({"error": f"control group: {error}"}).encode())
         return
     keeper_pid = os.getpid()
+    info_r, info_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     pid = os.fork()
     if pid == 0:
         signal.set_wakeup_fd(-1)
+        os.dup2(info_w, INFO_FD)
         _become_sandbox(spec, groups, stdin, stdout, stderr, reply, keeper_pid)
+    os.close(info_w)
     lifetime_s = spec["lifetime_s"]
     deadline = time.monotonic() + lifetime_s if lifetime_s else None
-    sandboxes[message["id"]] = _Sandbox(pid, groups, spec["scratch"].get("path"), deadline)
+    sandboxes[message["id"]] = _Sandbox(pid, groups, spec["scratch"].get("path"), deadline, info_r)
 
 
 def _become_sandbox(
@@ -247,7 +255,10 @@ def _kill(sandbox: _Sandbox) -> None:
     Were they killed one by one in any order, a command could be dead while what reports its exit code, or goes on to
     the next line of a test script, still runs. Bubblewrap's own process ends by itself, after all of them.
     """
+    if _is_over(sandbox.pid):
+        return  # not by us
     pids = _children(sandbox.pid) or cgroups.processes(sandbox.cgroups) or {sandbox.pid}
+    sandbox.asked = True
     sandbox.signalled = sandbox.signalled or sandbox.pid in pids
     _kill_each(pids)
 
@@ -266,9 +277,25 @@ def _children(pid: int) -> set[int]:
         return set()
 
 
-def _tend(control: socket.socket | None, sandboxes: dict[str, _Sandbox]) -> None:
-    """Reap what ended, end what outlived its time, remove control groups, tell the worker."""
-    now = time.monotonic()
+def _is_over(pid: int) -> bool:
+    """Whether a child has ended and was not reaped yet."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def _is_child(pid: int) -> bool:
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _reap(sandboxes: dict[str, _Sandbox]) -> None:
+    """Note the end of every sandbox that has ended."""
+    reaped: dict[int, int] = {}
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -276,14 +303,33 @@ def _tend(control: socket.socket | None, sandboxes: dict[str, _Sandbox]) -> None
             break
         if pid == 0:
             break
-        for sandbox in sandboxes.values():
-            if sandbox.pid == pid:
-                sandbox.ended = now
-                own, outer = cgroups.oom_kills(sandbox.cgroups)
-                status = os.waitstatus_to_exitcode(status)
-                sandbox.event = {
-                    "status": status, "oom_kills": own, "outer_oom_kills": outer, "signalled": sandbox.signalled,
-                }  # fmt: skip
+        reaped[pid] = os.waitstatus_to_exitcode(status)
+    for sandbox in sandboxes.values():
+        if sandbox.ended is None and sandbox.pid in reaped:
+            sandbox.ended = time.monotonic()
+            own, outer = cgroups.oom_kills(sandbox.cgroups)
+            first = _first_inside(sandbox.info_fd)
+            os.close(sandbox.info_fd)
+            # Bubblewrap reaps the first process only where that ended before its command; else it is left to us.
+            lost_first = not sandbox.asked and first > 0 and first not in reaped and not _is_child(first)
+            sandbox.event = {
+                "status": reaped[sandbox.pid], "oom_kills": own, "outer_oom_kills": outer,
+                "signalled": sandbox.signalled, "lost_first": lost_first,
+            }  # fmt: skip
+
+
+def _first_inside(info_fd: int) -> int:
+    """Its id out here; 0: bubblewrap ended before there was one."""
+    try:
+        return int(json.loads(os.read(info_fd, 4096))["child-pid"])
+    except (BlockingIOError, ValueError, KeyError):
+        return 0
+
+
+def _tend(control: socket.socket | None, sandboxes: dict[str, _Sandbox]) -> None:
+    """Reap what ended, end what outlived its time, remove control groups, tell the worker."""
+    _reap(sandboxes)
+    now = time.monotonic()
     for name, sandbox in list(sandboxes.items()):
         if sandbox.ended is None:
             if sandbox.deadline is not None and now > sandbox.deadline:

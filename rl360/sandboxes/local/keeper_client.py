@@ -10,6 +10,7 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,7 +31,8 @@ class Keeper:
     def __init__(self, state_dir: Path, run_id: str, hierarchy: cgroups.Hierarchy):
         state_dir.mkdir(parents=True, exist_ok=True)
         self.swept = cleanup.sweep(state_dir)
-        self.owner = cleanup.register(state_dir, run_id, sorted(set(hierarchy.parents.values())))
+        self._cgroup_parents = sorted(set(hierarchy.parents.values()))
+        self.owner = cleanup.register(state_dir, run_id, self._cgroup_parents)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         package_root = str(Path(__file__).resolve().parents[3])
         code = (
@@ -115,6 +117,8 @@ class Keeper:
             if not data:
                 if self._loop is not None:
                     self._loop.remove_reader(self._control)
+                    # It was killed. Its sandboxes ended with it, and nobody else removes their control groups.
+                    self._loop.run_in_executor(None, cleanup.end, self.owner.folder, self._cgroup_parents)
                 for future in self._gone.values():
                     if not future.done():
                         future.set_result(
@@ -124,6 +128,7 @@ class Keeper:
                                 "oom_kills": 0,
                                 "outer_oom_kills": 0,
                                 "signalled": False,
+                                "lost_first": False,
                                 "left": True,
                             }
                         )
@@ -136,7 +141,7 @@ class Keeper:
                     future.set_result(event)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End every sandbox, remove the owner folder and wait for the keeper."""
+        """End every sandbox, remove the owner folder and wait for the keeper. Also after it was killed."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._control)
         self._drop_unsent()
@@ -146,6 +151,9 @@ class Keeper:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self.owner.folder.exists():  # the keeper was killed
+            cleanup.end(self.owner.folder, self._cgroup_parents)
+            shutil.rmtree(self.owner.folder, ignore_errors=True)
 
 
 def _close_all(fds: list[int]) -> None:

@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import shlex
+import signal
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -364,21 +365,22 @@ class SandboxProcess:
     def _note(self, event: dict[str, Any]) -> None:
         """Why it ended. An exit code, and not a signal from outside, after `ready` is the doing of something inside."""
         limit = event["exhausted"] or ("memory" if event["oom_kills"] else "")
-        by_itself = self._lost_by_itself and event["status"] is not None and event["status"] >= 0
-        by_itself = by_itself and not event["outer_oom_kills"]  # the host ran out of memory
-        self.exhausted = limit or self.exhausted or ("sandbox" if by_itself else "")
+        outside = "" if limit else _interruption(event)
+        self.exhausted = limit or self.exhausted or ("sandbox" if self._lost_by_itself and not outside else "")
         if not self.exhausted:
-            self.interrupted = _interruption(event)
+            self.interrupted = outside
 
 
 def _interruption(event: dict[str, Any]) -> str:
-    """Nothing inside can signal bubblewrap's own process, and no limit was reached."""
+    """Nothing inside can signal bubblewrap's own process or kill the first one, and no limit was reached."""
     if event["outer_oom_kills"]:
         return "the machine ran out of memory, and the kernel ended a process of it"
     if event["status"] is None:
         return "the process that kept it ended"
     if event["status"] < 0 and not event["signalled"]:
         return f"signal {-event['status']} from outside"
+    if event["lost_first"] and event["status"] == 128 + signal.SIGKILL:
+        return "its first process was killed from outside"
     return ""
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl360.sandboxes.local import cgroups, seccomp
-from rl360.sandboxes.local.keeper import CONTROL_DIR
+from rl360.sandboxes.local.keeper import CONTROL_DIR, INFO_FD
 
 # What root inside may still do. Docker's list without MKNOD, NET_RAW and AUDIT_WRITE.
 CAPABILITIES = (
@@ -28,7 +28,7 @@ _PROC_READ_ONLY = ("sys", "fs", "irq", "bus", "sysrq-trigger", "mtrr")
 _PROC_HIDDEN_FILES = ("kcore", "keys", "key-users", "timer_list", "sched_debug", "latency_stats", "kmsg", "interrupts")
 _PROC_HIDDEN_FOLDERS = ("acpi", "asound", "scsi", "driver")
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_SECCOMP_FD, _ARGS_FD = 200, 201  # above any descriptor that the keeper has open when it forks
+_SECCOMP_FD, _ARGS_FD = 1000, 1001  # above any descriptor that the keeper has open when it forks: one per sandbox
 
 # `set -m` gives each command a process group; inside the first subshell too, so that `kill 0` spares the one that
 # reports. SIGINT and SIGQUIT stay at their defaults, which a plain `&` would set to ignored.
@@ -150,5 +150,5 @@ def spec_of(plan: Plan, owner_dir: Path, mount_point: str, name: str) -> dict[st
         "read_only_binds": plan.read_only_binds,
         "masks": plan.masks,
         "files": files,
-        "argv": [bwrap, "--args", str(_ARGS_FD), "--", "/bin/bash", "--norc", "--noprofile", "-c", _LOOP],
+        "argv": [bwrap, "--args", str(_ARGS_FD), "--info-fd", str(INFO_FD), "--", "/bin/bash", "--norc", "--noprofile", "-c", _LOOP],
     }

@@ -59,7 +59,7 @@ def build(
     `restore_from` is the trainer's folder of a checkpoint: its weights are in place before any engine reads them.
     """
     with ExitStack() as stack:
-        from rl360.engine.engines import server_ports
+        from rl360.engine.engines import require_methods, server_ports
 
         ports = server_ports(config, stack)  # before anything starts: another run may have them
         algorithm = _make(config, config.algorithm)
@@ -73,6 +73,7 @@ def build(
             fp32_logits=config.model.fp32_logits,
             log_dir=run_dir / "logs",
         )
+        require_methods(config, trainer)
         stack.callback(trainer.close)
         trainer.start()
         if restore_from is not None:
@@ -171,7 +172,7 @@ def make_engines(
         return sglang_engines(
             config, model_dir(config), run_dir, key, stack, trainer, ports or server_ports(config, stack)
         )
-    return external_engines(config, run_dir, key)
+    return external_engines(config, model_dir(config), run_dir, key)
 
 
 def make_gateway(config: RootConfig, run_dir: Path, engine_urls: Sequence[str]) -> Gateway:

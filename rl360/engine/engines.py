@@ -28,6 +28,30 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 WEIGHTS = "weights"  # folder of published weights in the run's
+TRAINER_METHODS = ("start", "step", "publish", "save", "restore", "close")  # of rl360.protocols.Trainer
+SHARES_ITS_GPUS = ("offload", "onload", "trim")  # besides, where it is colocated with servers
+
+
+def require_methods(config: RootConfig, trainer: Any) -> None:
+    """Before anything starts: the trainer, which may be somebody's own, has every method that this run will call.
+
+    Raises ConfigError with every problem, naming its class and the methods that it has not.
+    """
+    name = type(trainer).__name__
+    problems = []
+    if missing := _missing(trainer, TRAINER_METHODS):
+        problems.append(f"trainer._target_: {name} has no {', '.join(missing)}; expected a rl360.protocols.Trainer")
+    if config.rollout.sglang.colocated and (missing := _missing(trainer, SHARES_ITS_GPUS)):
+        problems.append(
+            f"rollout.sglang.colocated: true, and {name} has no {', '.join(missing)}; expected a trainer with "
+            f"{', '.join(SHARES_ITS_GPUS)}, such as trainer=megatron, or GPUs of its own (colocated=false)"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _missing(trainer: Any, methods: Sequence[str]) -> list[str]:
+    return [method for method in methods if not callable(getattr(trainer, method, None))]
 
 
 def sglang_engines(
@@ -43,7 +67,8 @@ def sglang_engines(
 
     Colocated, the trainer leaves its GPUs first.
 
-    Raises ConfigError for too few GPUs, InfrastructureError `engine_start` with the end of a server's log.
+    Raises ConfigError for too few GPUs, CheckpointError for a trainer that publishes other tensors than the model has,
+    InfrastructureError `engine_start` with the end of a server's log.
     """
     settings = config.rollout.sglang
     flags = ServerFlags(
@@ -74,18 +99,10 @@ def sglang_engines(
         health_failures=settings.health_failures,
         max_restarts=settings.max_restarts,
     )
-    if settings.colocated:
-        if not hasattr(trainer, "offload"):
-            raise ConfigError(
-                f"rollout.sglang.colocated: {type(trainer).__name__} cannot leave its GPUs; expected a trainer with "
-                "offload and onload, such as trainer=megatron"
-            )
-        trainer.offload()
     visible = every_device() if config.rollout.sync == "ipc" else ()
     plan = launches(flags, ports, server_devices(config), visible)
     fleet = Fleet(plan, run_dir / "logs", watch, api_key)
     stack.callback(fleet.close)
-    urls = fleet.start()
 
     def make_engine(url: str) -> WeightEngine:
         return WeightEngine(
@@ -95,10 +112,18 @@ def sglang_engines(
             api_key=api_key,
         )
 
-    mode: dict[str, Any] = {"mode": config.rollout.sync_mode, "drain_timeout_s": config.rollout.drain_timeout_s}
+    mode: dict[str, Any] = {
+        "mode": config.rollout.sync_mode,
+        "drain_timeout_s": config.rollout.drain_timeout_s,
+        "model_dir": model_dir,
+    }
     arguments = (fleet, _transport(config, run_dir), make_engine, settings.compare_hashes)
     sync = ColocatedSync(*arguments, trainer=trainer, **mode) if settings.colocated else FleetSync(*arguments, **mode)
     stack.callback(sync.close)  # before the fleet's: a replacement may be waiting for weights
+    sync.check_names(trainer, trainer.version)  # servers need minutes to start
+    if settings.colocated:
+        trainer.offload()
+    urls = fleet.start()
     fleet.bring_up = sync.bring_up
     return urls, sync
 
@@ -116,7 +141,9 @@ def server_ports(config: RootConfig, stack: ExitStack) -> Sequence[tuple[int, in
     return ports.pairs
 
 
-def external_engines(config: RootConfig, run_dir: Path, api_key: str | None) -> tuple[tuple[str, ...], FleetSync]:
+def external_engines(
+    config: RootConfig, model_dir: Path, run_dir: Path, api_key: str | None
+) -> tuple[tuple[str, ...], FleetSync]:
     """Servers at `rollout.engine_urls`. Their dtype is not known here, so their hashes are not compared."""
     urls = tuple(config.rollout.engine_urls)
 
@@ -130,6 +157,7 @@ def external_engines(config: RootConfig, run_dir: Path, api_key: str | None) -> 
         compare_hashes=False,
         mode=config.rollout.sync_mode,
         drain_timeout_s=config.rollout.drain_timeout_s,
+        model_dir=model_dir,
     )
 
 

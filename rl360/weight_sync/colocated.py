@@ -43,7 +43,7 @@ class ColocatedSync(FleetSync):
     """Implements protocols.WeightSync. The trainer is offloaded while engines serve.
 
     Args:
-        serving_set: engines that have their memory; the trainer has none when this is made.
+        serving_set: engines that have their memory; the trainer has none when they start. `check_names` comes before.
         trainer: has `offload`, `onload` and `trim`.
         The others are FleetSync's.
     """

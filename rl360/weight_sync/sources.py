@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from rl360.errors import ConfigError
 from rl360.weight_sync.buckets import Expectation, FlatBucket, bucketed, flatten
 from rl360.weight_sync.groups import join_group, leave_group
 from rl360.weight_sync.wire import exported
@@ -38,6 +39,7 @@ class WeightSource(Protocol):
 
     address: str  # where engines meet it for a process group
 
+    def names(self) -> Sequence[str]: ...  # of every tensor that a pass yields
     # dtype: what engines hold; None: as it is. ways: their tensor-parallel sizes, for hashes of what their ranks hold
     def begin(self, bucket_bytes: int, dtype: str | None, ways: Sequence[int] = (1,)) -> None: ...
     def prepare(self) -> BucketSpec | None: ...  # gather and lay flat the next bucket; None: that was all
@@ -55,6 +57,7 @@ class TensorSource:
     Args:
         tensors: starts an iteration over all weights, in the order in which they are sent. It may gather (a collective
             over other ranks), and is advanced from one helper thread at a time.
+        names: of what that yields; None: the iteration is run once for its names alone.
         address: of this machine, as engines reach it.
         hashing: whether to hash what is sent; off where nobody compares.
         group_timeout_s: for the others to come to a group, and for one broadcast.
@@ -68,9 +71,11 @@ class TensorSource:
         hashing: bool = True,
         group_timeout_s: float = 60.0,
         kv_heads: int | None = None,
+        names: Callable[[], Iterable[str]] | None = None,
     ) -> None:
         self.address = address
         self._tensors = tensors
+        self._names = names
         self._hashing = hashing
         self._group_timeout_s = group_timeout_s
         self._kv_heads = kv_heads
@@ -80,6 +85,9 @@ class TensorSource:
         self._groups: dict[str, Any] = {}
         self._count = 0
         self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        return list(self._names()) if self._names is not None else [name for name, _ in self._tensors()]
 
     def begin(self, bucket_bytes: int, dtype: str | None, ways: Sequence[int] = (1,)) -> None:
         import torch
@@ -155,8 +163,16 @@ def decoder_source(trainer: Any, address: str = "127.0.0.1") -> TensorSource:
 
 
 def sources_of(trainer: Any) -> Sequence[WeightSource]:
-    """A trainer's own `weight_sources()` (one for each pipeline stage, say), else its decoder."""
+    """A trainer's own `weight_sources()` (one for each pipeline stage, say), else its decoder.
+
+    Raises ConfigError for one that has neither.
+    """
     if hasattr(trainer, "weight_sources"):
         sources: Sequence[WeightSource] = trainer.weight_sources()
         return sources
+    if getattr(trainer, "decoder", None) is None:
+        raise ConfigError(
+            f"rollout.sync: {type(trainer).__name__} has neither weight_sources nor a decoder, which ipc and nccl send "
+            "from; expected one of them, try rollout.sync=disk"
+        )
     return [decoder_source(trainer)]

@@ -25,14 +25,16 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Protocol
 
-from rl360.errors import EngineError
+from rl360.errors import CheckpointError, EngineError
 from rl360.protocols import Trainer
 from rl360.types import SyncReport
 from rl360.weight_sync.buckets import Expectation
 from rl360.weight_sync.calls import SLOW, TIMES_THE_FIRST, Failures, each, restart_helps
 from rl360.weight_sync.engine import WeightEngine
+from rl360.weight_sync.names import name_problem
 from rl360.weight_sync.transports import Transport
 
 log = logging.getLogger(__name__)
@@ -156,6 +158,7 @@ class FleetSync:
         bring_up_timeout_s: how long a replacement waits for a synchronisation that is due before it.
         mode: interrupt: requests that run are handed back and resumed under new weights; drain: they are waited for.
         drain_timeout_s: at most so long; what then still runs is interrupted.
+        model_dir: its config.json says which tensors the model has; None: what the trainer sends is not compared.
     """
 
     def __init__(
@@ -167,6 +170,7 @@ class FleetSync:
         bring_up_timeout_s: float = 600.0,
         mode: str = INTERRUPT,
         drain_timeout_s: float = 60.0,
+        model_dir: Path | None = None,
     ) -> None:
         self._set = serving_set
         self._transport = transport
@@ -175,6 +179,8 @@ class FleetSync:
         self._bring_up_timeout_s = bring_up_timeout_s
         self._mode = mode
         self._drain_timeout_s = drain_timeout_s
+        self._model_dir = model_dir
+        self._names_checked = model_dir is None
         self._gate: Gate | None = None
         self._trainer: Trainer | None = None
         self._version = -1
@@ -195,7 +201,22 @@ class FleetSync:
         """The trainer has memory of its own, always."""
         return nullcontext()
 
+    def check_names(self, trainer: Trainer, version: int) -> None:
+        """Once, before any engine is paused: the trainer sends every tensor that the model has, and no other.
+
+        Hashes cannot tell: an engine of a tied model holds a head that nobody sends, one of another model needs it.
+        Raises CheckpointError naming what lacks and what is too much.
+        """
+        if self._names_checked:
+            return
+        assert self._model_dir is not None
+        sent = asyncio.run(self._transport.names(trainer, version))
+        if problem := name_problem(sent, self._model_dir):
+            raise CheckpointError(f"{type(trainer).__name__} publishes other weights than the model's: {problem}")
+        self._names_checked = True
+
     def sync(self, trainer: Trainer, version: int) -> SyncReport:
+        self.check_names(trainer, version)
         with self._turn:
             urls = self._set.serving()
             failures = asyncio.run(self._push(trainer, version, urls)) if urls else {}

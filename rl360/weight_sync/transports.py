@@ -28,6 +28,8 @@ LEAVE_TIMEOUT_S = 5.0  # for an engine to leave a group that is given up
 class Transport(Protocol):
     """`prepare` is what can happen before the engines are paused, `send` the transfer to those that are."""
 
+    # of all tensors that would be sent, before there are engines; the trainer has its memory
+    async def names(self, trainer: Any, version: int) -> frozenset[str]: ...
     async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None: ...
     async def send(self, engines: Sequence[WeightEngine]) -> Failures: ...
     def expectation(self, kind: str) -> Expectation | None: ...  # of what was sent; None: no hashes of that kind
@@ -56,6 +58,14 @@ class DiskTransport:
         self._path: Path | None = None
         self._version: int | None = None
         self._ways: tuple[int, ...] = (1,)
+
+    async def names(self, trainer: Any, version: int) -> frozenset[str]:
+        """Of the folder as it is written; the first transfer takes the same one."""
+        from rl360.models.weight_files import tensor_shapes, weight_files
+
+        await self.prepare(trainer, version, ())
+        assert self._path is not None
+        return frozenset(name for file in weight_files(self._path) for name, _ in tensor_shapes(file))
 
     async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None:
         if self._version != version:
@@ -89,6 +99,12 @@ class _Streamed:
         self._sources: Sequence[WeightSource] = ()
         self._ways: set[int] = set()  # tensor-parallel sizes of those that are sent to
         self._expectation: Expectation | None = None
+
+    async def names(self, trainer: Any, version: int) -> frozenset[str]:
+        found: set[str] = set()
+        for source in sources_of(trainer):
+            found.update(await asyncio.to_thread(source.names))
+        return frozenset(found)
 
     async def _pass(self, deliver: Callable[[WeightSource, BucketSpec], Awaitable[bool]]) -> None:
         """`deliver` sends one bucket and says whether anyone is left to send to."""

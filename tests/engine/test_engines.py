@@ -99,7 +99,10 @@ class Wraps:
         (
             NoMemory,
             {"colocated": True},
-            ["_target_: NoMemory has no restore; expected a rl360", "colocated: true, and NoMemory has no onload, trim;"],
+            [
+                "_target_: NoMemory has no restore; expected a rl360",
+                "colocated: true, and NoMemory has no onload, trim;",
+            ],
         ),
         (NoTrim, {}, []),  # it has GPUs of its own
         (lambda: Wraps(HandsOver()), {"colocated": True}, []),

@@ -9,10 +9,11 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from rl360.errors import CheckpointError
 from rl360.serving.fleet import Fleet
 from rl360.weight_sync.buckets import tensor_hash
-from rl360.weight_sync.sync import FleetSync
-from rl360.weight_sync.transports import BroadcastTransport, HandleTransport
+from rl360.weight_sync.sync import FixedSet, FleetSync
+from rl360.weight_sync.transports import BroadcastTransport, DiskTransport, HandleTransport
 from tests.trainers.helpers import random_batch, tiny_folder
 from tests.trainers.megatron.group import Ranks
 from tests.weight_sync.kit import embedded_fleet, make_engine, post
@@ -63,3 +64,19 @@ def test_a_server_holds_what_the_ranks_hold(
         assert of_rank["checksums"] == {name: tensor_hash(tensor) for name, tensor in ranks.weights().items()}
         trainer.step(random_batch(version + 1))
     sync.close()
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", ["ipc", "disk"])
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}], ids=["tensor", "pipeline"])
+def test_the_ranks_send_what_the_model_has(
+    layout: dict[str, int], kind: str, tied: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    model = tiny_folder(tmp_path / "model", num_hidden_layers=4, tie_word_embeddings=tied)
+    other = tiny_folder(tmp_path / "other", num_hidden_layers=4, tie_word_embeddings=not tied)
+    trainer = ranks.again(layout=layout, model_dir=model)
+    transport = HandleTransport(BUCKET_BYTES) if kind == "ipc" else DiskTransport(tmp_path / "weights")
+    FleetSync(FixedSet([]), transport, make_engine, model_dir=model).check_names(trainer, 0)
+    problem = "lm_head.weight not sent" if tied else "lm_head.weight not in a model"
+    with pytest.raises(CheckpointError, match=f"MegatronTrainer publishes other weights.*: {problem}"):
+        FleetSync(FixedSet([]), transport, make_engine, model_dir=other).check_names(trainer, 0)

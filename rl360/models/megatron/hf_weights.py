@@ -314,6 +314,15 @@ def hf_tensors(chunks: Sequence[nn.Module], config: DecoderConfig, layout: Layou
         yield from whole.items()
 
 
+def hf_names(chunks: Sequence[nn.Module], config: DecoderConfig, layout: Layout) -> Iterator[str]:
+    """Names of what `hf_tensors` yields. No collective, and no value is read: one rank of the stage knows them."""
+    for name, _ in named_parameters(chunks):
+        if name == HEAD and config.tie_word_embeddings:
+            continue
+        size = 1 if is_replicated(name) else layout.tensor
+        yield from dict.fromkeys(p.hf_name for rank in range(size) for p in parts(name, config, rank, size))
+
+
 def _gather(share: Tensor, size: int, group: ProcessGroup | None) -> list[Tensor]:
     import torch
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rl360.models.megatron.hf_weights import hf_tensors
+from rl360.models.megatron.hf_weights import hf_names, hf_tensors
 from rl360.models.megatron.layout import Layout, Place
 from rl360.weight_sync.buckets import Expectation
 from rl360.weight_sync.sources import BucketSpec, TensorSource
@@ -37,6 +37,7 @@ class RankWeights:
             hashing=self.sends,
             group_timeout_s=timeout_s,
             kv_heads=training.config.num_kv_heads,
+            names=lambda: hf_names(training.unwrapped(), training.config, training.settings.layout),
         )
 
     def prepare(self) -> BucketSpec | None:
@@ -61,6 +62,10 @@ class StageSource:
         self._workers = workers
         self._ranks = [layout.rank(Place(tensor, 0, 0, stage)) for tensor in range(layout.tensor)]
         self._timeout_s = timeout_s
+
+    def names(self) -> list[str]:
+        names: list[str] = self._sender("names")
+        return names
 
     def begin(self, bucket_bytes: int, dtype: str | None, ways: Sequence[int] = (1,)) -> None:
         self._everyone("begin", bucket_bytes, dtype, tuple(ways))

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from rl360.errors import CheckpointError
 from rl360.models.decoder import DecoderConfig
 from rl360.models.megatron import hf_weights
-from rl360.models.megatron.hf_weights import Part, hf_tensors, load_hf, padded_vocab_size, parameter_shape, parts
+from rl360.models.megatron.hf_weights import (
+    Part,
+    hf_names,
+    hf_tensors,
+    load_hf,
+    padded_vocab_size,
+    parameter_shape,
+    parts,
+)
 from rl360.models.weight_files import expected_tensors
 
 
@@ -207,6 +215,8 @@ def test_there_and_back_is_bit_equal(tmp_path, monkeypatch, family, size, pipeli
         group.rank = 0
         found = list(hf_tensors(ranks[0], config, layout))
         assert len(found) == len(dict(found)), "a tensor came twice"
+        for chunks in ranks:
+            assert list(hf_names(chunks, config, layout)) == list(dict(found))
         assert not set(back) & set(dict(found)), "two stages gave the same tensor"
         back.update(found)
     assert set(back) == set(hf)

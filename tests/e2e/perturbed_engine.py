@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def die_once(engine: EmbeddedEngine, signum: int = signal.SIGKILL) -> None:
         except FileExistsError:
             return
         os.kill(os.getpid(), signum)
+        time.sleep(1.0)  # another thread may be the one that the signal reaches, and this one would answer meanwhile
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch import Tensor
 from rl360.errors import ConfigError
 from rl360.models.decoder import Decoder, DecoderConfig
 from rl360.models.hf_folder import replacing_folder
+from rl360.models.random_weights import drawn
 from rl360.models.weight_files import WEIGHTS_FILE, locate_tensors, refuse_another_head
 
 CONFIG_FILE = "config.json"
@@ -59,7 +60,8 @@ def load_decoder(
     """A `Decoder` from an HF folder, weights converted to `dtype`.
 
     With `random_init_seed` the folder needs no weights: every matrix is normal(0, initializer_range), every norm is 1,
-    and the same seed gives the same weights on every machine. Raises `ConfigError` for a bad config and
+    and the same seed gives the same weights on every machine; of a large model a GPU draws others than a CPU does
+    (rl360.models.random_weights). Raises `ConfigError` for a bad config and
     `CheckpointError`, naming the first tensor and its file, when the weights do not fit it.
     """
     folder = Path(folder)
@@ -68,6 +70,8 @@ def load_decoder(
         load_weights(decoder, folder)
     else:
         _fill_random(decoder, random_init_seed)
+        if decoder.device.type == "cuda":
+            torch.cuda.empty_cache()  # where whole matrices were drawn
     return decoder
 
 
@@ -84,13 +88,12 @@ def _allocate(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -
 
 @torch.no_grad()
 def _fill_random(decoder: Decoder, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in decoder.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.fill_(1.0)
-            continue
-        drawn = torch.empty(parameter.shape, dtype=torch.float32)
-        parameter.copy_(drawn.normal_(0.0, decoder.config.initializer_range, generator=generator))
+    parameters = dict(decoder.named_parameters())
+    for name in [name for name in parameters if name.endswith("norm.weight")]:
+        parameters.pop(name).fill_(1.0)
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    for name, whole in drawn(shapes, decoder.config.initializer_range, seed, decoder.device):
+        parameters[name].copy_(whole)
 
 
 @torch.no_grad()

@@ -8,8 +8,6 @@ to others: weights from files (hf_weights.py), gradients' reduction and schedule
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +27,9 @@ from rl360.models.megatron.packed import PackedTensors
 from rl360.models.megatron.parallel import context_group, tensor_group
 from rl360.models.megatron.pointwise import kernels, rotary_angles
 from rl360.models.megatron.spec import Layer, NormGain, decoder_spec
+from rl360.models.random_weights import drawn
 
 RECOMPUTE = ("none", "core_attn", "full")
-# A host draws some 200 million numbers a second, on every rank all of them: Qwen3-8B's would take it the better part of
-# a minute, those of the tests' models no time at all, and there both trainers shall begin alike.
-MAX_DRAWN_ON_HOST = 2**27
-# By one kernel. In torch's a thread draws four numbers; up to 2^18 of them all threads run at once on any GPU of 32
-# multiprocessors or more, so what is drawn does not depend on how many there are.
-DRAWN_AT_ONCE = 2**18
 
 
 class Chunk(GPTModel):
@@ -144,8 +137,8 @@ def build_model(
         transformer_engine: layers of Transformer Engine's modules (te_spec.py). Weights have the same names in
             `named_parameters`, so checkpoints of either kind of layers fit the other.
         random_init_seed: None leaves the matrices as the allocator gave them, for a checkpoint to fill. A number gives
-            random weights, the same for every layout: those of `rl360.models.loading.load_decoder`, unless `drawn` has
-            to draw them on the GPU.
+            random weights, the same for every layout: those that `rl360.models.loading.load_decoder` gives on this kind
+            of device.
 
     Raises:
         ConfigError: the layout does not divide the model; recompute is none of these; Transformer Engine is asked for
@@ -233,23 +226,3 @@ def fill_random(chunks: list[nn.Module], config: DecoderConfig, layout: Layout, 
         for parameter, part in wanted.get(name, []):
             piece = whole.narrow(part.axis, part.start, part.length)
             parameter.narrow(part.axis, part.at, part.length).copy_(piece)
-
-
-def drawn(
-    shapes: Mapping[str, Sequence[int]], std: float, seed: int, device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
-    """One after the other, fp32 tensors of these names and shapes, normal(0, std).
-
-    Up to MAX_DRAWN_ON_HOST numbers in all are drawn on the host, whatever the device: those of `load_decoder` for this
-    seed. More are drawn on the device. A GPU draws other numbers than a host (Philox; Salmon et al. 2011, "Parallel
-    random numbers: as easy as 1, 2, 3"), but every GPU the same ones.
-    """
-    if sum(math.prod(shape) for shape in shapes.values()) <= MAX_DRAWN_ON_HOST:
-        device = torch.device("cpu")
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, shape in shapes.items():
-        whole = torch.empty(tuple(shape), dtype=torch.float32, device=device)
-        at_once = DRAWN_AT_ONCE if device.type == "cuda" else whole.numel()
-        for part in whole.view(-1).split(at_once):
-            part.normal_(0.0, std, generator=generator)
-        yield name, whole

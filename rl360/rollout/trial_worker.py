@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,14 @@ from rl360.rollout.failures import AGENT_ERROR, INTERRUPTED, OFFLINE
 from rl360.types import AttemptSpec, Timings, TrialResult
 
 if TYPE_CHECKING:
+    from harbor.environments.base import BaseEnvironment
     from harbor.models.trial.config import TrialConfig
     from harbor.models.trial.result import TimingInfo
     from harbor.models.trial.result import TrialResult as HarborResult
     from harbor.trial.trial import Trial
 
     from rl360.rollout.agent_watch import AgentWatch
+    from rl360.rollout.separate import SeparateWatch
 
 _HARBOR_ENV = {"HARBOR_TELEMETRY": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 _LOCAL_SANDBOX = "rl360.sandboxes.local:LocalSandbox"
@@ -128,6 +130,7 @@ class TrialWorker:
         began = time.monotonic()
         trial: Trial | None = None
         watch: AgentWatch | None = None
+        separate: SeparateWatch | None = None
         failure: tuple[str, str] | None = None
         try:
             async with asyncio.timeout(self._trial_timeout_s):
@@ -135,7 +138,7 @@ class TrialWorker:
                 from rl360.rollout.agent_watch import AgentWatch
                 from rl360.rollout.verification import isolate
 
-                isolate(trial)
+                separate = isolate(trial)
                 watch = AgentWatch(trial)
                 await trial.run()
         except TimeoutError:
@@ -148,7 +151,10 @@ class TrialWorker:
         finally:
             _forget_loggers(name)
         own = watch.error if watch is not None else None
-        result = _map(spec, trial, failure, own, trial_dir, queue_s, time.monotonic() - began)
+        if separate is not None and separate.failed is not None:
+            failure = ("SandboxDied", f"an artifact could not be taken from it: {separate.failed}")
+        verifiers = separate.environments if separate is not None else []
+        result = _map(spec, trial, verifiers, failure, own, trial_dir, queue_s, time.monotonic() - began)
         if self._is_ours and not self._sandbox.get("network"):
             result = replace(result, agent_metadata={**result.agent_metadata, OFFLINE: True})
         failed = result.exception_type is not None or result.rewards is None
@@ -189,6 +195,7 @@ def _trial_name(spec: AttemptSpec) -> str:
 def _map(
     spec: AttemptSpec,
     trial: Trial | None,
+    verifiers: Sequence[BaseEnvironment],  # of the tests, where they are not the agent's
     failure: tuple[str, str] | None,
     agents_own: Exception | None,
     trial_dir: Path,
@@ -227,8 +234,9 @@ def _map(
     environment = getattr(trial, "agent_environment", None)
     if exhausted := getattr(environment, "exhausted", ""):
         metadata["exhausted"] = exhausted
-    if interrupted := getattr(environment, "interrupted", ""):
-        metadata[INTERRUPTED] = interrupted
+    for one in (environment, *verifiers):
+        if interrupted := getattr(one, "interrupted", ""):
+            metadata[INTERRUPTED] = interrupted
     if (carried := getattr(environment, "carried", None)) is not None and carried.num_refused:
         metadata["artifacts_refused"] = list(carried.refused)
     return TrialResult(

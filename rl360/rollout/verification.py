@@ -25,6 +25,7 @@ from harbor.models.task.verifier_mode import (
 from harbor.trial.hooks import TrialEvent, TrialHookEvent
 from harbor.trial.trial import Trial
 
+from rl360.rollout.separate import SeparateWatch
 from rl360.sandboxes.artifact_paths import Artifact
 
 _DEFAULT_WORKDIR = "/app"
@@ -82,11 +83,14 @@ def _workdir_of(dockerfile: Path) -> str | None:
     return last if last.startswith("/") and last != "/" and "$" not in last else None
 
 
-def isolate(trial: Trial) -> None:
-    """Let the environment change over before verification. Raises UnsupportedTaskError when it cannot be isolated."""
+def isolate(trial: Trial) -> SeparateWatch | None:
+    """Let the environment change over before verification, or watch Harbor's separate verifier.
+
+    Raises UnsupportedTaskError when it cannot be isolated.
+    """
     config, environment = trial.task.config, trial.agent_environment
     if config.steps or resolve_task_verifier_mode(config) is VerifierEnvironmentMode.SEPARATE:
-        return
+        return SeparateWatch(trial)
     shared = _says_where(config)
     declared = [_artifact(a) for a in config.artifacts]
     if not shared and not callable(getattr(environment, "start_afresh", None)):
@@ -100,6 +104,7 @@ def isolate(trial: Trial) -> None:
             await environment.settle_for_verifier(user)
 
     trial.add_hook(TrialEvent.VERIFICATION_START, before_verification)
+    return None
 
 
 def _artifact(entry: str | ArtifactConfig) -> Artifact:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
@@ -11,11 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 from aiohttp import web
 
 from rl360.config.schemas import AgentConfig, SandboxConfig
+from rl360.rollout.failures import DISK_FULL
 from rl360.rollout.trial_worker import TrialWorker
 from rl360.types import AttemptSpec, Sampling, Task, TrialResult
 
@@ -401,3 +405,50 @@ async def test_cancelling_leaves_nothing(make_worker: MakeWorker, model: Any, ca
     assert list((tmp_path / "trials").iterdir()) == []
     model.delay_s = 0.0
     assert (await worker.run(spec(task), model.url)).rewards == {"reward": 1.0}  # its slot is free again
+
+
+def make_separate_task(folder: Path) -> Task:
+    task = make_task(folder)
+    text = 'version = "1.0"\nartifacts = ["/app"]\n[verifier]\nenvironment_mode = "separate"\n'
+    (folder / "task.toml").write_text(text)
+    return task
+
+
+async def test_an_artifact_for_which_there_was_no_room_is_no_missing_answer(
+    make_worker: MakeWorker, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Harbor's separate verifier goes on without it, and its tests find nothing. Room came back before that."""
+    from rl360.sandboxes.local import transfer
+
+    download = transfer.download_folder
+
+    def full(root_fd: int, source: str, target: Path) -> list[str]:
+        if source == "/app":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return download(root_fd, source, target)
+
+    monkeypatch.setattr(transfer, "download_folder", full)
+    result = await one(make_worker, model, make_separate_task(tmp_path / "t"))
+    assert result.rewards == {"reward": 0.0}  # of an answer that did not come along
+    assert (result.exception_type, DISK_FULL in (result.exception_message or "")) == ("SandboxDied", True)
+
+
+async def test_a_separate_verifiers_sandbox_that_was_interrupted_gives_no_verdict(
+    make_worker: MakeWorker, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Harbor makes it, stops it and forgets it."""
+    from rl360.sandboxes.local import LocalSandbox
+
+    task = make_separate_task(tmp_path / "t")
+    stop = LocalSandbox.stop
+
+    async def killed_before(self: LocalSandbox, delete: bool) -> None:
+        if "__verifier__" in self.session_id and self._sandbox is not None:
+            for monitor in psutil.Process(self._sandbox._keeper._process.pid).children():
+                monitor.kill()
+        await stop(self, delete)
+
+    assert (await one(make_worker, model, task)).rewards == {"reward": 1.0}
+    monkeypatch.setattr(LocalSandbox, "stop", killed_before)
+    result = await one(make_worker, model, task)
+    assert result.agent_metadata["interrupted"] == "signal 9 from outside"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,9 +66,20 @@ def test_harbors_separate_mode_is_the_default_elsewhere(
 class Environment:
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.dead = False
+        self.exhausted = ""
 
     async def settle_for_verifier(self, user: Any) -> None:
         self.calls.append(("settle", user))
+
+    async def exec(self, command: str, **_: Any) -> None:
+        if self.dead:
+            raise RuntimeError("the sandbox is not running")
+
+    async def service_download_dir(self, error: Exception) -> None:
+        raise error
+
+    service_is_dir = service_download_file = service_download_dir_with_exclusions = service_download_dir
 
 
 class Swapping(Environment):
@@ -80,6 +92,7 @@ def trial(text: str, environment: Environment) -> Any:
     return SimpleNamespace(
         task=SimpleNamespace(config=config(text)),
         agent_environment=environment,
+        _separate_verifier_env=None,
         add_hook=lambda event, hook: hooks.append((event, hook)),
         hooks=hooks,
     )
@@ -108,7 +121,35 @@ async def test_hooks(text: str, expected: list[Any]) -> None:
 
 def test_separate_needs_no_hook_and_an_environment_that_cannot_change_over_is_refused() -> None:
     made = trial(SEPARATE, Environment())
-    verification.isolate(made)
+    assert verification.isolate(made) is not None
     assert made.hooks == []
     with pytest.raises(verification.UnsupportedTaskError, match="where the agent worked"):
         verification.isolate(trial("", Environment()))
+
+
+class DaytonaError(Exception):
+    """One of the failure table's names."""
+
+
+@pytest.mark.parametrize(
+    ("error", "dead", "exhausted", "counts"),
+    [
+        (RuntimeError("file transfer failed: No such file or directory"), False, "", False),  # the agent removed it
+        (RuntimeError("file transfer failed"), True, "", True),
+        (RuntimeError("file transfer failed"), True, "memory", False),
+        (DaytonaError("502"), False, "", True),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), False, "", True),
+        (OSError(errno.ENOENT, os.strerror(errno.ENOENT)), False, "", False),
+    ],
+)
+async def test_an_artifact_that_failed_to_come_along(
+    error: Exception, dead: bool, exhausted: str, counts: bool
+) -> None:
+    """Harbor goes on without it, and its tests judge an answer that is not there."""
+    environment = Environment()
+    watch = verification.isolate(trial(SEPARATE, environment))
+    assert watch is not None
+    environment.dead, environment.exhausted = dead, exhausted
+    with pytest.raises(type(error)):
+        await environment.service_download_dir(error)
+    assert (watch.failed is error) is counts

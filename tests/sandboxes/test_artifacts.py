@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rl360.sandboxes.artifact_paths import Artifact, problems_of
 from rl360.sandboxes.local import artifacts
 from rl360.sandboxes.local.artifacts import ArtifactsTooLarge, Disk, carry, resolve
+from rl360.sandboxes.local.syscalls import OF_THE_HOST
 
 APP = Artifact("/app", required=True)
 
@@ -316,3 +317,21 @@ def test_no_link_ever_leaves(tmp_path_factory: pytest.TempPathFactory, plan: lis
             target = os.readlink(path)
             assert not target.startswith("/")
             assert Path(os.path.realpath(path)).is_relative_to(root), (path, target)
+
+
+@pytest.mark.parametrize("number", sorted(OF_THE_HOST))
+@pytest.mark.parametrize("at", ["/app", "/app/answer"])
+def test_what_this_machine_lacks_is_not_taken_for_a_missing_answer(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch, number: int, at: str
+) -> None:
+    (disks.old / "app/answer").write_text("right")
+    real = Disk.open
+
+    def failing(self: Disk, path: str, flags: int) -> int:
+        if path == at and flags & os.O_NONBLOCK:
+            raise OSError(number, os.strerror(number))
+        return real(self, path, flags)
+
+    monkeypatch.setattr(Disk, "open", failing)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        disks.carry(Artifact(at))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,9 @@ import psutil
 import pytest
 
 from rl360.sandboxes.artifact_paths import Artifact
-from rl360.sandboxes.local import cgroups, rootfs
+from rl360.sandboxes.local import cgroups, namespace, rootfs
 from rl360.sandboxes.local.host import close_hosts
-from rl360.sandboxes.local.namespace import SandboxDied
+from rl360.sandboxes.local.namespace import SandboxDied, SandboxProcess
 
 pytestmark = pytest.mark.sandbox
 
@@ -431,8 +432,7 @@ async def test_what_ended_before_the_keeper_was_asked_was_not_ended_by_it(start_
     target = monitor.children()[0] if first else monitor
     keeper.suspend()
     target.kill()
-    while monitor.status() != psutil.STATUS_ZOMBIE:
-        await asyncio.sleep(0.01)
+    await _until(lambda: monitor.status() == psutil.STATUS_ZOMBIE)
     asyncio.get_running_loop().call_later(0.3, keeper.resume)
     await s.stop(delete=True)
     assert s.exhausted == ""
@@ -448,9 +448,7 @@ async def test_nothing_is_left_of_a_killed_keeper(start_sandbox: Any) -> None:
     host.keeper._process.kill()
     await s.stop(delete=True)
     assert s.interrupted == "the process that kept it ended"
-    async with asyncio.timeout(10):
-        while any(group.exists() for group in groups):
-            await asyncio.sleep(0.02)
+    await _until(lambda: not any(group.exists() for group in groups))
     after = await start_sandbox()
     assert await out(after, "echo alive") == "alive"
     await after.stop(delete=True)
@@ -464,14 +462,17 @@ async def test_a_command_has_no_descriptors_but_its_own(start_sandbox: Any) -> N
     assert await out(s, "cd /proc/self/fd && echo *") == "0 1 2 3"  # 3 is the folder that is listed
 
 
-def _is_monitor_of(process: Any, sandbox: Any) -> bool:
-    """The first bubblewrap process, child of this worker's keeper."""
-    keeper = sandbox._host.keeper._process.pid
-    return process.info["name"] == "bwrap" and process.ppid() == keeper
+async def _until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never happened")
 
 
 def _monitor_of(sandbox: Any) -> Any:
-    return next(p for p in psutil.process_iter(["name", "cmdline"]) if _is_monitor_of(p, sandbox))
+    """The first bubblewrap process, child of this worker's keeper."""
+    return next(p for p in psutil.Process(sandbox._host.keeper._process.pid).children() if p.name() == "bwrap")
 
 
 async def test_what_it_said_before_something_outside_killed_it_does_not_count(start_sandbox: Any) -> None:
@@ -513,3 +514,41 @@ async def test_nothing_goes_on_after_its_child_was_killed_with_the_sandbox(start
             await inner.halt()
         assert os.listdir(f"/proc/self/fd/{inner.root_fd}/logs/agent") == []
         await s.stop(delete=True)
+
+
+async def test_a_layer_whose_sandbox_was_interrupted_is_not_kept(
+    start_sandbox: Any, sandbox_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every attempt at the task would be made of it. A step that goes on after its program was killed looks done."""
+    dockerfile = "FROM x\nWORKDIR /app\nRUN echo interrupted-layer > base; true\n"
+    before = set((sandbox_cache / "layers").glob("*"))
+    stop = SandboxProcess.stop
+
+    async def killed_before(self: SandboxProcess) -> None:
+        keeper = psutil.Process(self._keeper._process.pid)
+        for monitor in keeper.children():
+            monitor.kill()
+        await stop(self)
+
+    monkeypatch.setattr(SandboxProcess, "stop", killed_before)
+    with pytest.raises(Exception, match="interrupted: signal 9 from outside"):
+        await start_sandbox(dockerfile)
+    assert [p for p in set((sandbox_cache / "layers").glob("*")) - before if p.suffix != ".lock"] == []
+    monkeypatch.undo()
+    assert await out(await start_sandbox(dockerfile), "cat base") == "interrupted-layer"
+
+
+async def test_an_end_that_the_keeper_does_not_explain_gives_no_verdict(
+    start_sandbox: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespace, "_LAST_WORD_S", 0.1)
+    s = await start_sandbox()
+    keeper = psutil.Process(s._host.keeper._process.pid)
+    keeper.suspend()
+    try:
+        _monitor_of(s).kill()
+        with pytest.raises(RuntimeError, match="sandbox ended"):
+            await s.exec("sleep 20", timeout_sec=25)
+        assert (s.exhausted, s.interrupted) == ("", "it ended, and its keeper does not say why")
+    finally:
+        keeper.resume()

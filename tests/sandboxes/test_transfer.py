@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,3 +121,28 @@ def test_kind(root: tuple[int, Path]) -> None:
     os.mkfifo(folder / "pipe")
     found = [transfer.kind(fd, p) for p in ("/etc", "/etc/secret", "/pipe", "/none", "/../../etc")]
     assert found == ["dir", "file", "other", "missing", "dir"]
+
+
+def test_what_this_machine_lacks_is_not_taken_for_a_missing_file(
+    root: tuple[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fd, folder = root
+    (folder / "reward.txt").write_text("1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fd + 40, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(fd))
+        with pytest.raises(OSError, match="Too many open files"):
+            transfer.kind(fd, "/reward.txt")
+        os.close(taken.pop())
+        os.close(taken.pop())
+        with pytest.raises(OSError, match="Too many open files"):  # the folder is open, and its files cannot be
+            transfer.download_folder(fd, "/", tmp_path / "out")
+    finally:
+        for one in taken:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert transfer.kind(fd, "/reward.txt") == "file"

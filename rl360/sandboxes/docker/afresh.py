@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rl360.sandboxes.artifact_paths import Artifact
 from rl360.sandboxes.docker import archives
-from rl360.sandboxes.docker.client import DockerError, TooLarge, checked, save
+from rl360.sandboxes.docker.client import CALL_TIMEOUT_S, DockerError, TooLarge, checked, save
 
 _MAX_NAMES = 20
 
@@ -45,13 +45,14 @@ class Refusals:
 
 
 async def collect(container: str, artifacts: Sequence[Artifact], scratch: Path, limit_bytes: int) -> list[OnItsWay]:
-    """What a stopped container holds of the artifacts. Raises TooLarge."""
+    """What a stopped container holds of the artifacts. Raises TooLarge, and DockerError when the daemon fails."""
     found = []
     for index, artifact in enumerate(artifacts):
         raw, clean = scratch / f"left{index}.tar", scratch / f"carry{index}.tar"
         try:
-            await save(raw, limit_bytes, "cp", "--follow-link", f"{container}:{artifact.path}", "-")
+            await _save(raw, limit_bytes, container, artifact.path)
         except DockerError:
+            await checked("inspect", container, timeout_s=CALL_TIMEOUT_S)  # a daemon that fails has said nothing of it
             found.append(OnItsWay(artifact, None))  # the agent removed it
             continue
         except TooLarge as error:
@@ -63,6 +64,15 @@ async def collect(container: str, artifacts: Sequence[Artifact], scratch: Path, 
             raw.unlink()
         found.append(OnItsWay(artifact, clean, tuple(refused)))
     return found
+
+
+async def _save(target: Path, limit_bytes: int, container: str, path: str) -> None:
+    """Twice, where it fails: what a daemon or its client fails with now and then must not pass for a missing path."""
+    arguments = ("cp", "--follow-link", f"{container}:{path}", "-")
+    try:
+        await save(target, limit_bytes, *arguments)
+    except DockerError:
+        await save(target, limit_bytes, *arguments)
 
 
 def removal(carried: Sequence[OnItsWay]) -> str:

@@ -19,6 +19,7 @@ from typing import IO
 # Of each stream of one command. What comes after is read and dropped, so that the command ends as it would have.
 MAX_OUTPUT_BYTES = 16 * 2**20
 _CHUNK = 2**18
+CALL_TIMEOUT_S = 60.0  # of a docker command that only asks or starts something
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl360.sandboxes.docker import archives
-from rl360.sandboxes.docker.client import DockerError, Done, checked, docker, save
+from rl360.sandboxes.docker.client import CALL_TIMEOUT_S, DockerError, Done, checked, docker, save
 
-CALL_TIMEOUT_S = 60.0  # of a docker command that only asks or starts something
 _KILL_TIMEOUT_S = 10.0
 _LONGEST_ARGUMENT = 100_000  # bytes; the kernel's limit of one argument is 128 KiB
 _TOKEN = "RL360_EXEC"

@@ -34,8 +34,8 @@ from harbor.trial.errors import EnvironmentStartTimeoutError
 from rl360.sandboxes.artifact_paths import Artifact
 from rl360.sandboxes.docker import abilities, host, image, leftovers
 from rl360.sandboxes.docker.afresh import Refusals, collect, removal, restore
-from rl360.sandboxes.docker.client import DockerError, Done, TooLarge, checked, docker
-from rl360.sandboxes.docker.container import CALL_TIMEOUT_S, Container, State
+from rl360.sandboxes.docker.client import CALL_TIMEOUT_S, DockerError, Done, TooLarge, checked, docker
+from rl360.sandboxes.docker.container import Container, State
 from rl360.sandboxes.docker.recipe import Limits, Recipe, on_base
 from rl360.sandboxes.shared import (
     ARTIFACT_LOGS,
@@ -98,6 +98,7 @@ class DockerSandbox(DockerEnvironment):
         self._tests_in_image = False
         self.carried: Refusals | None = None  # what did not come along into the verifier's container
         self.exhausted = ""  # after stop too: memory | lifetime | artifacts, the limit that the sandbox ran into
+        self.interrupted = ""  # what ended it before we did, and no limit of its own: no verdict counts
         super().__init__(*args, **kwargs)
         self._project = _sanitize_docker_compose_project_name(self.session_id)
         self._has_services = self._environment_docker_compose_path.exists() or bool(self.extra_docker_compose_paths)
@@ -213,7 +214,7 @@ class DockerSandbox(DockerEnvironment):
         """End the sandbox at once. Nothing of it is kept, whatever `delete` says; images stay for the next trial."""
         try:
             if self._container is not None:
-                self._note_exhausted(await self._container.state())
+                await self._note_end(self._container)
             if self._scratch is not None:  # it got as far as having something
                 await leftovers.remove_project(self._project, services=self._has_services)
         except (DockerError, TimeoutError) as error:
@@ -240,6 +241,7 @@ class DockerSandbox(DockerEnvironment):
         assert self._scratch is not None
         try:
             await checked("kill", old, timeout_s=CALL_TIMEOUT_S)
+            self._container = None  # ended by us
             carried = await collect(old, artifacts, Path(self._scratch.name), self._most_artifact_bytes())
             await checked("rm", "--force", "--volumes", old, timeout_s=CALL_TIMEOUT_S)
             await self._up()
@@ -353,13 +355,24 @@ class DockerSandbox(DockerEnvironment):
             raise RuntimeRequestError("the docker daemon does not answer") from None
         if state.running:
             return False
-        self._note_exhausted(state)
+        self._note(state)
         await self.stop(delete=True)
         return True
 
-    def _note_exhausted(self, state: State) -> None:
-        if not state.running and not self.exhausted:
-            self.exhausted = "memory" if state.out_of_memory else "lifetime" if state.exit_code == 0 else ""
+    async def _note_end(self, container: Container) -> None:
+        """How it is before we end it: files of a dead one can still be read, so its verdict was too."""
+        try:
+            self._note(await container.state())
+        except TimeoutError:
+            self.interrupted = self.interrupted or "the docker daemon does not say whether it had ended"
+            raise
+
+    def _note(self, state: State) -> None:
+        if state.running or self.exhausted:
+            return
+        self.exhausted = "memory" if state.out_of_memory else "lifetime" if state.exit_code == 0 else ""
+        if not self.exhausted:
+            self.interrupted = self.interrupted or f"the container had ended with {state.exit_code}"
 
     # -- files --------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rl360.sandboxes.artifact_paths import Artifact, is_below, problems_of
-from rl360.sandboxes.local.syscalls import open_beneath
+from rl360.sandboxes.local.syscalls import open_beneath, raise_hosts
 from rl360.sandboxes.local.transfer import copy_data
 
 MAX_ENTRIES = 200_000  # files and folders looked at; a large repository has some ten thousand
@@ -97,7 +97,8 @@ def resolve(disk: Disk, path: str) -> str:
         here = posixpath.join(at, name)
         try:
             fd = disk.open(here, os.O_PATH | os.O_NOFOLLOW)
-        except OSError:
+        except OSError as error:
+            raise_hosts(error)
             return posixpath.join(here, *rest)
         try:
             if not stat.S_ISLNK(os.fstat(fd).st_mode):
@@ -171,6 +172,7 @@ def _open_source(old: Disk, path: str) -> tuple[int | None, str]:
     except FileNotFoundError:
         return None, ""
     except OSError as error:
+        raise_hosts(error)
         what = {errno.ELOOP: "a link", errno.ENXIO: "a socket", errno.ENOTDIR: "its parent is no folder any more"}
         return None, what.get(error.errno or 0, error.strerror or str(error))
     mode = os.fstat(fd).st_mode
@@ -293,6 +295,7 @@ def _stays(root: int, path: str) -> bool:
     try:
         os.close(open_beneath(root, path, os.O_PATH, follow=True))
     except OSError as error:
+        raise_hosts(error)
         return error.errno in (errno.ENOENT, errno.ENOTDIR)
     return True
 

@@ -31,6 +31,7 @@ from rl360.sandboxes.local.dockerfile import DockerfileError, Image, parse
 from rl360.sandboxes.local.host import Host, close_hosts, open_host
 from rl360.sandboxes.local.namespace import DONE_INSIDE, SandboxDied, SandboxProcess
 from rl360.sandboxes.local.plan import DEFAULT_PATH, Plan
+from rl360.sandboxes.local.syscalls import raise_hosts
 from rl360.sandboxes.local.users import UnknownUser, find_user, home_of
 from rl360.sandboxes.shared import (
     ARTIFACT_LOGS,
@@ -368,8 +369,10 @@ class LocalSandbox(BaseEnvironment):
 def _accounts(sandbox: SandboxProcess) -> tuple[bytes, ...]:
     found = []
     for path in ("/etc/passwd", "/etc/group"):
-        with contextlib.suppress(OSError):
+        try:
             found.append(transfer.read_small(sandbox.root_fd, path))
+        except OSError as error:
+            raise_hosts(error)
     return tuple(found)
 
 

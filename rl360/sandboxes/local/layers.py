@@ -127,6 +127,8 @@ async def _build(keeper: Keeper, plan: Plan, base: Base, image: Image, folder: P
         raise BuildError(f"layer of {folder}: {error}") from error
     finally:
         await sandbox.stop()
+    if sandbox.interrupted:  # a step that goes on after its program was killed looks done
+        raise BuildError(f"layer of {folder}: its sandbox was interrupted: {sandbox.interrupted}")
     for _, work in uppers:
         await asyncio.to_thread(shutil.rmtree, work, True)
 

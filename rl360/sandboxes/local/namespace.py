@@ -32,6 +32,7 @@ from rl360.sandboxes.local.plan import Plan, User, spec_of
 MAX_OUTPUT = 16 * 2**20  # bytes kept of each stream of one command
 _MAX_ARGUMENT = 100_000  # bytes; the kernel's limit of one argument is 128 KiB
 _FIRST_ANSWER_S = 30.0
+_LAST_WORD_S = 15.0  # of the keeper, once a sandbox is to end
 _ANSWER_BYTES, _SPARE_BYTES = 64, 4096  # a command is answered in two lines of at most 32 bytes
 
 
@@ -267,7 +268,8 @@ class SandboxProcess:
         try:
             with open(os.open(name, flags, dir_fd=self._control_fd), "rb", closefd=True) as file:
                 return file.read(MAX_OUTPUT).decode(errors="replace")
-        except OSError:
+        except OSError as error:
+            syscalls.raise_hosts(error)
             return ""
 
     async def kill_all(self, timeout_s: float = 10.0) -> None:
@@ -338,7 +340,7 @@ class SandboxProcess:
         with contextlib.suppress(OSError, ValueError):  # the keeper is gone, and what it owned with it
             self._keeper.request(message, [])
 
-    async def _end(self, keep: bool, timeout_s: float = 15.0) -> dict[str, Any] | None:
+    async def _end(self, keep: bool) -> dict[str, Any] | None:
         """Kill it and wait for the keeper's word. None: it did not come in time."""
         event = None
         if not self._halted:
@@ -353,8 +355,10 @@ class SandboxProcess:
             self._stdin = self._stdout = self._stderr = self._control_fd = -1
         if self._ended is not None and self._ready is not None:
             with contextlib.suppress(TimeoutError):
-                event = await asyncio.wait_for(asyncio.shield(self._ended), timeout_s)
+                event = await asyncio.wait_for(asyncio.shield(self._ended), _LAST_WORD_S)
                 self._note(event)
+            if event is None and self._lost_by_itself:
+                self.interrupted = "it ended, and its keeper does not say why"
         error = SandboxDied("the sandbox was stopped", self.exhausted)
         for future in self._waiting.values():
             if not future.done():

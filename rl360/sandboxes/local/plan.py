@@ -150,5 +150,8 @@ def spec_of(plan: Plan, owner_dir: Path, mount_point: str, name: str) -> dict[st
         "read_only_binds": plan.read_only_binds,
         "masks": plan.masks,
         "files": files,
-        "argv": [bwrap, "--args", str(_ARGS_FD), "--info-fd", str(INFO_FD), "--", "/bin/bash", "--norc", "--noprofile", "-c", _LOOP],
-    }
+        "argv": [
+            bwrap, "--args", str(_ARGS_FD), "--info-fd", str(INFO_FD),
+            "--", "/bin/bash", "--norc", "--noprofile", "-c", _LOOP,
+        ],
+    }  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import errno
 import os
 import socket
 import struct
@@ -32,7 +33,16 @@ _RESOLVE_BENEATH = 0x08
 _RESOLVE_IN_ROOT = 0x10
 _EAGAIN_TRIES = 8  # openat2 answers EAGAIN when a rename races with a ".." lookup; the man page says to try again
 
+# What a look into a sandbox's file system fails with when this machine is at its end. It says nothing about the files.
+OF_THE_HOST = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ENOBUFS))
+
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def raise_hosts(error: OSError) -> None:
+    """Raise an error that must not be taken for a missing or unreadable file."""
+    if error.errno in OF_THE_HOST:
+        raise error
 
 
 def _check(result: int, what: str) -> int:

@@ -19,7 +19,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl360.sandboxes.local.syscalls import open_in_root
+from rl360.sandboxes.local.syscalls import open_in_root, raise_hosts
 
 MAX_DOWNLOAD_BYTES = 2**30
 _MAX_ENTRIES = 20_000
@@ -42,7 +42,8 @@ def kind(root_fd: int, path: str) -> str:
     """file | dir | other | missing, links followed."""
     try:
         fd = open_in_root(root_fd, path, os.O_PATH)
-    except OSError:
+    except OSError as error:
+        raise_hosts(error)
         return "missing"
     try:
         mode = os.fstat(fd).st_mode
@@ -225,7 +226,8 @@ def _download(root_fd: int, folder_fd: int, inside: str, target: Path, skipped: 
             else:
                 skipped.paths.append(path)
                 continue
-        except OSError:
+        except OSError as error:
+            raise_hosts(error)
             skipped.paths.append(path)  # it vanished, or is a link to nothing or to a folder
             continue
         try:
@@ -243,7 +245,8 @@ def remove(root_fd: int, path: str) -> None:
     parent, name = posixpath.split(posixpath.normpath(path))
     try:
         parent_fd = open_in_root(root_fd, parent, _FOLDER)
-    except OSError:
+    except OSError as error:
+        raise_hosts(error)
         return
     try:
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from rl360.sandboxes.local import transfer
 from rl360.sandboxes.local.plan import User
+from rl360.sandboxes.local.syscalls import raise_hosts
 
 
 class UnknownUser(ValueError):
@@ -16,7 +17,8 @@ class UnknownUser(ValueError):
 def _rows(root_fd: int, path: str) -> list[list[str]]:
     try:
         text = transfer.read_small(root_fd, path).decode(errors="replace")
-    except OSError:
+    except OSError as error:
+        raise_hosts(error)
         return []
     return [row.split(":") for row in text.splitlines() if row.count(":") >= 3]
 

@@ -1,0 +1,69 @@
+"""A container that ended before we ended it, and a daemon that fails while artifacts are read. No daemon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rl360.sandboxes.artifact_paths import Artifact
+from rl360.sandboxes.docker import DockerSandbox
+from rl360.sandboxes.docker.afresh import collect
+from rl360.sandboxes.docker.client import DockerError
+from rl360.sandboxes.docker.container import State
+from tests.sandboxes.docker.test_abilities import fake_docker
+
+
+class Container:
+    def __init__(self, state: State | None):
+        self._state = state
+
+    async def state(self) -> State:
+        if self._state is None:
+            raise TimeoutError
+        return self._state
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (State(True), ("", "")),
+        (State(False, exit_code=137), ("", "the container had ended with 137")),
+        (State(False, out_of_memory=True, exit_code=137), ("memory", "")),
+        (State(False, exit_code=0), ("lifetime", "")),
+        (None, ("", "the docker daemon does not say whether it had ended")),
+    ],
+)
+async def test_how_it_ended(state: State | None, expected: tuple[str, str]) -> None:
+    """Files of a dead container can still be read, so a verdict says nothing of how the tests ended."""
+    sandbox: Any = DockerSandbox.__new__(DockerSandbox)
+    sandbox.exhausted = sandbox.interrupted = ""
+    sandbox._container, sandbox._scratch, sandbox._overlay = Container(state), None, None
+    sandbox._mounts_compose_path = sandbox._env_compose_path = None
+    sandbox._mounts_compose_temp_dir = sandbox._env_compose_temp_dir = None
+    sandbox._project = "test"
+    sandbox.logger = SimpleNamespace(warning=lambda *_: None)
+    await sandbox.stop(delete=True)
+    assert (sandbox.exhausted, sandbox.interrupted) == expected
+
+
+MISSING = "echo Error response from daemon: Could not find the file /app in container c >&2; exit 1"
+DOWN = "echo Cannot connect to the Docker daemon at unix:///var/run/docker.sock >&2; exit 1"
+
+
+@pytest.mark.parametrize(
+    ("cp", "inspect", "gone"), [(MISSING, "exit 0", True), (DOWN, DOWN, False)], ids=["removed", "daemon down"]
+)
+async def test_a_daemon_that_fails_is_not_an_agent_that_removed_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cp: str, inspect: str, gone: bool
+) -> None:
+    fake_docker(tmp_path, monkeypatch, f"case $1 in cp) {cp} ;; inspect) {inspect} ;; esac")
+    artifacts = [Artifact("/app", required=True)]
+    if gone:
+        (one,) = await collect("c", artifacts, tmp_path, 1000)
+        assert one.archive is None
+        return
+    with pytest.raises(DockerError, match="Cannot connect"):
+        await collect("c", artifacts, tmp_path, 1000)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from rl360.sandboxes.artifact_paths import Artifact
-from rl360.sandboxes.local import cgroups, namespace, rootfs
+from rl360.sandboxes.local import cgroups, namespace, rootfs, transfer
 from rl360.sandboxes.local.host import close_hosts
 from rl360.sandboxes.local.namespace import SandboxDied, SandboxProcess
 
@@ -552,3 +553,39 @@ async def test_an_end_that_the_keeper_does_not_explain_gives_no_verdict(
         assert (s.exhausted, s.interrupted) == ("", "it ended, and its keeper does not say why")
     finally:
         keeper.resume()
+
+
+async def test_a_transfer_that_was_given_up_does_not_go_on_in_another_sandbox(
+    start_sandbox: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread goes on, its sandbox ends, and the next one gets the descriptor's number."""
+    began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    upload = transfer.upload_folder
+
+    def slow(root_fd: int, source: Path, target: str) -> None:
+        began.set()
+        go_on.wait(20)
+        try:
+            upload(root_fd, source, target)
+        finally:
+            ended.set()
+
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/solution").write_text("for the tests only")
+    s = await start_sandbox()
+    number = s._running().root_fd
+    monkeypatch.setattr(transfer, "upload_folder", slow)
+    uploading = asyncio.create_task(s.upload_dir(tmp_path / "tests", "/app"))
+    await _until(began.is_set)
+    uploading.cancel()
+    await s.stop(delete=True)
+    monkeypatch.undo()
+    another = await start_sandbox()
+    is_free = not os.path.exists(f"/proc/self/fd/{number}")
+    if is_free:
+        os.dup2(another._running().root_fd, number)  # as it would be after others came and went
+    go_on.set()
+    await _until(ended.is_set)
+    if is_free:
+        os.close(number)
+    assert await out(another, "ls /app") == ""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ from harbor.trial.errors import EnvironmentStartTimeoutError
 from rl360.sandboxes import abilities
 from rl360.sandboxes.artifact_paths import Artifact, covers
 from rl360.sandboxes.local import cgroups, layers, transfer
-from rl360.sandboxes.local.artifacts import ArtifactsTooLarge, Carried, carry, printable
+from rl360.sandboxes.local.artifacts import ArtifactsTooLarge, Carried, Disk, carry, printable
 from rl360.sandboxes.local.dockerfile import DockerfileError, Image, parse
 from rl360.sandboxes.local.host import Host, close_hosts, open_host
 from rl360.sandboxes.local.namespace import DONE_INSIDE, SandboxDied, SandboxProcess
 from rl360.sandboxes.local.plan import DEFAULT_PATH, Plan
 from rl360.sandboxes.local.syscalls import raise_hosts
+from rl360.sandboxes.local.threads import in_thread
 from rl360.sandboxes.local.users import UnknownUser, find_user, home_of
 from rl360.sandboxes.shared import (
     ARTIFACT_LOGS,
@@ -217,9 +218,7 @@ class LocalSandbox(BaseEnvironment):
             self._sandbox = await self._boot(replace(self._plan, env={**self._plan.env, **quiet}))
             await self._upload_environment_dir_after_start()
             await self.run_healthcheck()
-            self.carried = await asyncio.to_thread(
-                carry, disk, self._sandbox.disk(), artifacts, self._most_artifact_bytes()
-            )
+            self.carried = await self._carry(disk, self._sandbox.disk(), artifacts)
             self._make_reward_folder(self._sandbox, verifier_user)
         except ArtifactsTooLarge as error:
             self.exhausted = "artifacts"
@@ -235,6 +234,17 @@ class LocalSandbox(BaseEnvironment):
             self.interrupted = self.interrupted or old.interrupted
         if self.carried.num_refused:
             self.logger.warning("%d artifacts refused: %s", self.carried.num_refused, "; ".join(self.carried.refused))
+
+    async def _carry(self, old: Disk, new: Disk, artifacts: Sequence[Artifact]) -> Carried:
+        most = self._most_artifact_bytes()
+        fds = {("old", name): fd for name, fd in old.trees.items()}
+        fds |= {("new", name): fd for name, fd in new.trees.items()}
+
+        def run(own: dict[tuple[str, str], int]) -> Carried:
+            mine = {which: Disk({n: fd for (w, n), fd in own.items() if w == which}) for which in ("old", "new")}
+            return carry(mine["old"], mine["new"], artifacts, most)
+
+        return await in_thread(fds, run)
 
     def _artifacts(self, declared: Sequence[Artifact]) -> list[Artifact]:
         """Raises SandboxBuildFailedError for paths that cannot be carried."""
@@ -258,10 +268,10 @@ class LocalSandbox(BaseEnvironment):
         sandbox = self._running()
         try:
             await sandbox.kill_all()
-            await asyncio.to_thread(transfer.remove, sandbox.root_fd, VERIFIER_LOGS)
+            await _in_root(sandbox, lambda root: transfer.remove(root, VERIFIER_LOGS))
             self._make_reward_folder(sandbox, verifier_user)
             if not self._tests_in_image:
-                await asyncio.to_thread(transfer.remove, sandbox.root_fd, TESTS)
+                await _in_root(sandbox, lambda root: transfer.remove(root, TESTS))
         except (OSError, RecursionError) as error:  # TimeoutError too: the control shell was stopped
             if not isinstance(error, OSError) or isinstance(error, TimeoutError) or error.errno in DONE_INSIDE:
                 self.exhausted = self.exhausted or "sandbox"
@@ -331,20 +341,18 @@ class LocalSandbox(BaseEnvironment):
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         with self._as_runtime_error():
-            root = self._running().root_fd
-            await asyncio.to_thread(transfer.upload_folder, root, Path(source_dir), self._absolute(target_dir))
+            source, target = Path(source_dir), self._absolute(target_dir)
+            await _in_root(self._running(), lambda root: transfer.upload_folder(root, source, target))
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         with self._as_runtime_error():
-            root = self._running().root_fd
-            await asyncio.to_thread(transfer.download_file, root, self._absolute(source_path), Path(target_path))
+            source, target = self._absolute(source_path), Path(target_path)
+            await _in_root(self._running(), lambda root: transfer.download_file(root, source, target))
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         with self._as_runtime_error():
-            root = self._running().root_fd
-            skipped = await asyncio.to_thread(
-                transfer.download_folder, root, self._absolute(source_dir), Path(target_dir)
-            )
+            source, target = self._absolute(source_dir), Path(target_dir)
+            skipped = await _in_root(self._running(), lambda root: transfer.download_folder(root, source, target))
             if str(source_dir) == VERIFIER_LOGS:
                 skipped += _drop_large_rewards(Path(target_dir))
         if skipped:
@@ -364,6 +372,11 @@ class LocalSandbox(BaseEnvironment):
             if self._sandbox is not None:
                 self._note_exhausted(self._sandbox)
             raise RuntimeError(printable(f"file transfer failed: {error}")) from error
+
+
+async def _in_root[T](sandbox: SandboxProcess, call: Callable[[int], T]) -> T:
+    """`call` in a thread, with a descriptor of the sandbox's root that lives as long."""
+    return await in_thread({"": sandbox.root_fd}, lambda own: call(own[""]))
 
 
 def _accounts(sandbox: SandboxProcess) -> tuple[bytes, ...]:

@@ -15,9 +15,10 @@ import posixpath
 import shlex
 import shutil
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from fcntl import LOCK_EX, LOCK_NB, flock
+from functools import partial
 from pathlib import Path
 
 from rl360.sandboxes.local import transfer
@@ -26,6 +27,7 @@ from rl360.sandboxes.local.keeper_client import Keeper
 from rl360.sandboxes.local.namespace import SandboxProcess
 from rl360.sandboxes.local.plan import Plan, User
 from rl360.sandboxes.local.rootfs import Base
+from rl360.sandboxes.local.threads import in_thread
 from rl360.sandboxes.local.users import UnknownUser, find_user
 
 _LOCK_EVERY_S = 0.05
@@ -147,15 +149,19 @@ async def _apply(sandbox: SandboxProcess, step: Step, folder: Path) -> None:
         for source in step.sources:
             path, target = folder / source, step.target
             if path.is_dir():
-                await asyncio.to_thread(transfer.upload_folder, root, path, target)
+                await in_thread({"": root}, partial(_upload, transfer.upload_folder, path, target))
             else:
-                await asyncio.to_thread(transfer.upload_file, root, path, target)
+                await in_thread({"": root}, partial(_upload, transfer.upload_file, path, target))
                 if target.endswith("/"):
                     target = posixpath.join(target, path.name)
             if step.chown:
                 await _run(sandbox, step, f"chown -R {shlex.quote(step.chown)} {shlex.quote(target)}", None)
             if step.chmod:
                 await _run(sandbox, step, f"chmod -R {shlex.quote(step.chmod)} {shlex.quote(target)}", None)
+
+
+def _upload(how: Callable[[int, Path, str], None], path: Path, target: str, root: dict[str, int]) -> None:
+    how(root[""], path, target)
 
 
 async def _run(sandbox: SandboxProcess, step: Step, command: str, user: User | None) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl360.config.schemas import RootConfig
 from rl360.config.workers import num_trial_workers
@@ -27,6 +27,9 @@ from rl360.protocols import Algorithm, Gateway, Logger, Reward, Rollout, Trainer
 from rl360.rollout.failures import agent_timer_s
 from rl360.rollout.queue import RolloutEvents
 from rl360.types import Sampling, Task
+
+if TYPE_CHECKING:
+    from rl360.serving.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ def build(
     `restore_from` is the trainer's folder of a checkpoint: its weights are in place before any engine reads them.
     """
     with ExitStack() as stack:
-        from rl360.engine.engines import require_methods, server_ports
+        from rl360.engine.engines import own_gpus, require_methods, server_ports
 
         ports = server_ports(config, stack)  # before anything starts: another run may have them
         algorithm = _make(config, config.algorithm)
@@ -75,10 +78,14 @@ def build(
         )
         require_methods(config, trainer)
         stack.callback(trainer.close)
+        fleet = make_fleet(config, run_dir, stack, ports)
+        if fleet is not None and own_gpus(config):
+            log.info("servers start while the trainer does: their GPUs are their own")
+            fleet.begin()
         trainer.start()
         if restore_from is not None:
             trainer.restore(restore_from)
-        engine_urls, sync = make_engines(config, run_dir, trainer, stack, ports)
+        engine_urls, sync = make_engines(config, run_dir, trainer, stack, fleet)
         # Servers that run already may hold other weights than a resumed trainer.
         first = sync.sync(trainer, trainer.version)
         serving = tuple(url for url in engine_urls if url not in first.dropped)
@@ -139,12 +146,25 @@ def _make(config: RootConfig, entry: Any, **collaborators: Any) -> Any:
     return cls(**fields, **{k: v for k, v in collaborators.items() if takes_all or k in accepted})
 
 
+def make_fleet(
+    config: RootConfig, run_dir: Path, stack: ExitStack, ports: Sequence[tuple[int, int]] = ()
+) -> Fleet | None:
+    """The run's own servers, not started; None where it starts none. `ports`: none, they are claimed here."""
+    if config.rollout.engine != "sglang":
+        return None
+    from rl360.engine.engines import server_ports, sglang_fleet
+
+    return sglang_fleet(
+        config, model_dir(config), run_dir, _api_key(config), stack, ports or server_ports(config, stack)
+    )
+
+
 def make_engines(
-    config: RootConfig, run_dir: Path, trainer: Any, stack: ExitStack, ports: Sequence[tuple[int, int]] = ()
+    config: RootConfig, run_dir: Path, trainer: Any, stack: ExitStack, fleet: Fleet | None = None
 ) -> tuple[tuple[str, ...], WeightSync]:
     """The engines' URLs and how weights reach them: the embedded engine, servers of the run, or of somebody else.
 
-    ports: of servers of the run; none: they are claimed here.
+    fleet: servers of the run, from `make_fleet`; None: made here.
     """
     rollout = config.rollout
     if rollout.engine == "embedded":
@@ -165,14 +185,16 @@ def make_engines(
         stack.callback(server.close)
         return (server.start(),), SharedSync(engine)
 
-    from rl360.engine.engines import external_engines, server_ports, sglang_engines
+    from rl360.engine.engines import external_engines, sglang_engines
 
-    key = os.environ.get(config.gateway.api_key_env) if config.gateway.api_key_env else None
-    if rollout.engine == "sglang":
-        return sglang_engines(
-            config, model_dir(config), run_dir, key, stack, trainer, ports or server_ports(config, stack)
-        )
+    key, fleet = _api_key(config), fleet or make_fleet(config, run_dir, stack)
+    if fleet is not None:
+        return sglang_engines(config, model_dir(config), run_dir, key, stack, trainer, fleet)
     return external_engines(config, model_dir(config), run_dir, key)
+
+
+def _api_key(config: RootConfig) -> str | None:
+    return os.environ.get(config.gateway.api_key_env) if config.gateway.api_key_env else None
 
 
 def make_gateway(config: RootConfig, run_dir: Path, engine_urls: Sequence[str]) -> Gateway:

@@ -54,22 +54,15 @@ def _missing(trainer: Any, methods: Sequence[str]) -> list[str]:
     return [method for method in methods if not callable(getattr(trainer, method, None))]
 
 
-def sglang_engines(
+def sglang_fleet(
     config: RootConfig,
     model_dir: Path,
     run_dir: Path,
     api_key: str | None,
     stack: ExitStack,
-    trainer: Any,
     ports: Sequence[tuple[int, int]],
-) -> tuple[tuple[str, ...], FleetSync]:
-    """Start the fleet at `ports`; its servers hold the model's initial weights until the first sync.
-
-    Colocated, the trainer leaves its GPUs first.
-
-    Raises ConfigError for too few GPUs, CheckpointError for a trainer that publishes other tensors than the model has,
-    InfrastructureError `engine_start` with the end of a server's log.
-    """
+) -> Fleet:
+    """The run's servers at `ports`, not started. Raises ConfigError for too few GPUs."""
     settings = config.rollout.sglang
     flags = ServerFlags(
         model_path=model_dir,
@@ -103,6 +96,26 @@ def sglang_engines(
     plan = launches(flags, ports, server_devices(config), visible)
     fleet = Fleet(plan, run_dir / "logs", watch, api_key)
     stack.callback(fleet.close)
+    return fleet
+
+
+def sglang_engines(
+    config: RootConfig,
+    model_dir: Path,
+    run_dir: Path,
+    api_key: str | None,
+    stack: ExitStack,
+    trainer: Any,
+    fleet: Fleet,
+) -> tuple[tuple[str, ...], FleetSync]:
+    """Start the fleet, where it has not begun; its servers hold the model's initial weights until the first sync.
+
+    Colocated, the trainer leaves its GPUs first.
+
+    Raises CheckpointError for a trainer that publishes other tensors than the model has, InfrastructureError
+    `engine_start` with the end of a server's log.
+    """
+    settings = config.rollout.sglang
 
     def make_engine(url: str) -> WeightEngine:
         return WeightEngine(
@@ -120,7 +133,8 @@ def sglang_engines(
     arguments = (fleet, _transport(config, run_dir), make_engine, settings.compare_hashes)
     sync = ColocatedSync(*arguments, trainer=trainer, **mode) if settings.colocated else FleetSync(*arguments, **mode)
     stack.callback(sync.close)  # before the fleet's: a replacement may be waiting for weights
-    sync.check_names(trainer, trainer.version)  # servers need minutes to start
+    if not _missing(trainer, ("publish",)):  # else these weights stay as they are: a calibration
+        sync.check_names(trainer, trainer.version)  # servers need minutes to start
     if settings.colocated:
         trainer.offload()
     urls = fleet.start()
@@ -185,6 +199,22 @@ def server_devices(config: RootConfig) -> list[str]:
         raise ConfigError(f"rollout.sync: nccl, and {problem}: two ranks of one group cannot share a GPU; try ipc")
     log.warning("%s: they share GPUs and keep all their memory", problem)
     return found
+
+
+def own_gpus(config: RootConfig) -> bool:
+    """Whether servers and trainer share no GPU: then both may start at once. True where no GPU is.
+
+    A server measures the memory that is free as it starts, so on a shared GPU it waits for the trainer.
+    """
+    if config.rollout.sglang.colocated:
+        return False
+    visible, servers = every_device(), server_devices(config)
+    if isinstance(config.trainer, MegatronTrainerConfig):
+        taken = visible[: config.trainer.num_gpus]
+    else:
+        taken = [] if getattr(config.trainer, "device", "auto") == "cpu" else visible[:1]
+    used = servers[: config.rollout.sglang.num_servers * config.rollout.sglang.tensor_parallel_size]
+    return not set(taken) & set(used)
 
 
 def devices(settings: SGLangConfig) -> list[str]:

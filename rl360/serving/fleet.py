@@ -57,7 +57,7 @@ class _Server:
 
 
 class Fleet:
-    """See the module's docstring. `start` before anything else, `close` at the end; both block.
+    """See the module's docstring. `start` before anything else but `begin`, `close` at the end; both block.
 
     Args:
         bring_up: called with the URL of a replacement that is ready, from its thread; returns when its weights are the
@@ -81,8 +81,8 @@ class Fleet:
         self._threads: list[threading.Thread] = []
         self.bring_up: Callable[[str], None] = lambda url: None
 
-    def start(self) -> tuple[str, ...]:
-        """Start all at once and wait for all. Raises what one start raised, and leaves no process then."""
+    def begin(self) -> None:
+        """Start all at once and wait for none."""
         for server in self._servers:
             # The kernel ties a server to its keeper and the keeper to the driver's pipe, not to this thread.
             thread = threading.Thread(
@@ -90,6 +90,12 @@ class Fleet:
             )
             self._threads.append(thread)
             thread.start()
+
+    def start(self) -> tuple[str, ...]:
+        """Start all at once, where they have not begun, and wait for all. Raises what one start raised, and leaves no
+        process then."""
+        if not self._threads:
+            self.begin()
         try:
             for server in self._servers:
                 server.ready.wait()

@@ -147,8 +147,65 @@ def test_a_head_that_is_missing_or_too_much_is_named_before_servers_start(tied, 
     monkeypatch.setattr(engines.Fleet, "start", lambda self: pytest.fail("started"))
     model = write_tiny_llama(tmp_path / "model", tied=tied)
     problem = f"lm_head.weight not {'in a model' if tied else 'sent'}"
-    with ExitStack() as stack, pytest.raises(CheckpointError, match=f"StubTrainer publishes .*: {problem}"):
-        engines.sglang_engines(made, model, tmp_path, None, stack, trainer, [(1, 2)])
+    with ExitStack() as stack:
+        fleet = engines.sglang_fleet(made, model, tmp_path, None, stack, [(1, 2)])
+        with pytest.raises(CheckpointError, match=f"StubTrainer publishes .*: {problem}"):
+            engines.sglang_engines(made, model, tmp_path, None, stack, trainer, fleet)
+
+
+def test_servers_for_weights_that_never_change_start_too(monkeypatch, tmp_path):
+    """`rl360 tasks calibrate rollout=sglang`: what stands in for a trainer publishes nothing."""
+    from rl360.engine import build, engines
+    from rl360.tasks.wiring import _FixedWeights
+
+    made = config("", monkeypatch)
+    made.model.name, made.paths.models = "m", str(tmp_path)
+    made.rollout.engine = "sglang"
+    monkeypatch.setattr(engines.Fleet, "start", lambda self: self.urls())
+    with ExitStack() as stack:
+        urls, _ = build.make_engines(made, tmp_path, _FixedWeights(None), stack)
+    assert len(urls) == 1
+
+
+@pytest.mark.parametrize(
+    ("visible", "trainer", "sglang", "expected"),
+    [
+        ("", TorchTrainerConfig(), {}, True),
+        ("0", TorchTrainerConfig(), {}, False),
+        ("0", TorchTrainerConfig(device="cpu"), {}, True),
+        ("3,5", TorchTrainerConfig(), {}, True),
+        ("3,5", TorchTrainerConfig(), {"devices": [0]}, False),
+        ("0,1,2,3", MegatronTrainerConfig(num_gpus=2), {"num_servers": 2}, True),
+        ("0,1,2,3", MegatronTrainerConfig(num_gpus=2), {"devices": [1, 2], "num_servers": 2}, False),
+        ("0,1,2,3", MegatronTrainerConfig(num_gpus=2), {"devices": [2, 3, 0], "num_servers": 2}, True),
+        ("0,1", MegatronTrainerConfig(num_gpus=2), {"colocated": True}, False),
+    ],
+)
+def test_servers_begin_beside_a_trainer_with_whom_they_share_no_gpu(
+    visible, trainer, sglang, expected, monkeypatch, tmp_path
+):
+    from rl360.engine import build, engines
+
+    made = config(visible, monkeypatch, **sglang)
+    made.trainer = trainer
+    assert engines.own_gpus(made) is expected
+
+    made.model.name, made.paths.models = "m", str(tmp_path)
+    made.rollout.engine, made.rollout.sync = "sglang", "ipc"
+    happened = []
+    monkeypatch.setattr(engines.Fleet, "begin", lambda self: happened.append("begin"))
+
+    class Recorded:
+        step = publish = save = restore = offload = onload = trim = close = lambda self: None
+
+        def start(self):
+            happened.append("trainer")
+            raise _Told
+
+    monkeypatch.setattr(build, "_make", lambda *args, **rest: Recorded() if "model_dir" in rest else None)
+    with ExitStack() as stack, pytest.raises(_Told):
+        stack.enter_context(build.build(made, tmp_path, "run", None))
+    assert happened == (["begin", "trainer"] if expected else ["trainer"])
 
 
 class _Told(Exception):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl360.config.hydra_main import parse_flags, run_hydra
 from rl360.config.names import suggestion
 from rl360.errors import ConfigError, RL360Error
 from rl360.interrupts import sigterm_interrupts
@@ -78,17 +79,17 @@ def run(arguments: Sequence[str]) -> int:
     from rl360.config.compose import compose, compose_points, is_multirun
     from rl360.config.resume import resume_folder, resumed
 
-    parsed = _parse(arguments)
+    parsed = parse_flags(arguments)
     request = _request(parsed)
     if parsed.shell_completion and "COMP_LINE" in os.environ:
         return _complete(arguments, os.environ["COMP_LINE"])
     if parsed.shell_completion or parsed.hydra_help or parsed.info:
-        return _hydra(arguments)
+        return run_hydra(arguments)
     if parsed.cfg or parsed.help:
         composed = compose_points(request)[0] if parsed.multirun else compose(request)
         problems = list(composed.problems) if parsed.help else _key_problems(composed)
         single = [argument for argument in arguments if argument not in ("-m", "--multirun")]
-        return _report(problems) or _hydra(single)  # Hydra prints one config or runs several, not both
+        return _report(problems) or run_hydra(single)  # Hydra prints one config or runs several, not both
     if (folder := resume_folder(request)) is not None:
         if request.multirun:
             return _report(["resume: continues one run; leave out -m"])
@@ -105,7 +106,7 @@ def check(arguments: Sequence[str]) -> int:
     """`rl360 check`: everything that `run` would check, and the plan."""
     from rl360.config.resume import resume_folder, resumed
 
-    parsed = _parse(arguments)
+    parsed = parse_flags(arguments)
     if parsed.help or parsed.hydra_help or parsed.cfg or parsed.info:
         return run(arguments)  # what only prints is the same for both
     request = _request(parsed)
@@ -185,26 +186,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "simulate": simulate,
     "doctor": doctor,
 }
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Hydra's flags, whole: abbreviated, `--experiment=x` would mean --experimental-rerun and start the default run."""
-    from hydra._internal.utils import get_args_parser
-
-    parser = get_args_parser()
-    parser.allow_abbrev = False
-    parsed, unknown = parser.parse_known_args(list(arguments))
-    if unknown:
-        raise ConfigError([_unknown_argument(argument) for argument in unknown])
-    return parsed
-
-
-def _unknown_argument(argument: str) -> str:
-    if not argument.startswith("-"):
-        return f"{argument}: stands behind a flag that keeps it from being read; write flags first, such as -m seed=0,1"
-    if "=" in argument:
-        return f"{argument}: no such flag; keys are written without dashes: {argument.lstrip('-')}"
-    return f"{argument}: no such flag; there are: -m, --cfg job, --help, --info, and those of --hydra-help"
 
 
 def _request(parsed: argparse.Namespace) -> Request:
@@ -344,7 +325,7 @@ def _sweep(arguments: Sequence[str], num_points: int) -> int:
             raise KeyboardInterrupt
 
     try:
-        code = _hydra(arguments, point)
+        code = run_hydra(arguments, point)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     if done:
@@ -359,31 +340,6 @@ def _point_name(number: int, overrides: Sequence[str]) -> str:
     return f"{number}-{kept[:100]}" if kept else str(number)
 
 
-def _hydra(arguments: Sequence[str], task: Callable[[DictConfig], None] | None = None) -> int:
-    """Run Hydra's own main on our config folder. Its `sys.exit` becomes the exit code."""
-    import hydra
-
-    from rl360.config.compose import PRIMARY, register_schema
-    from rl360.config.locate import conf_folder
-    from rl360.config.resolvers import register_resolvers
-
-    def nothing(config: DictConfig) -> None:
-        """For the flags that only print."""
-
-    register_resolvers()
-    register_schema()
-    app = hydra.main(config_path=str(conf_folder()), config_name=PRIMARY, version_base="1.3")(task or nothing)
-    before = sys.argv
-    sys.argv = [before[0] if Path(before[0]).name.startswith("rl360") else "rl360", *arguments]
-    try:
-        app()
-    except SystemExit as exit_:
-        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    finally:
-        sys.argv = before
-    return EXIT_FINE
-
-
 def _complete(arguments: Sequence[str], line: str) -> int:
     """Hydra completes `PROGRAM overrides`; ours has a command between, which is taken out of the line it reads."""
     program, command, rest = [*line.split(maxsplit=2), "", "", ""][:3]
@@ -393,7 +349,7 @@ def _complete(arguments: Sequence[str], line: str) -> int:
         print(" ".join(COMMANDS))
     elif command in ("run", "check"):
         os.environ["COMP_LINE"] = f"{program} {rest}"
-        return _hydra(arguments)
+        return run_hydra(arguments)
     return EXIT_FINE
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,11 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl360.errors import ConfigError
+from rl360.errors import CheckpointError, ConfigError
 from rl360.models.decoder import Decoder, DecoderConfig
 from rl360.models.hf_folder import replacing_folder
 from rl360.models.random_weights import drawn
-from rl360.models.weight_files import WEIGHTS_FILE, locate_tensors, refuse_another_head
+from rl360.models.weight_files import HEAD, WEIGHTS_FILE, locate_tensors, refuse_another_head
 
 CONFIG_FILE = "config.json"
 # Everything beside the weights that a reader of the folder needs; copied as it is when present.
@@ -113,6 +114,25 @@ def load_weights(decoder: Decoder, folder: Path | str) -> None:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                 if located.get(name) == file:
                     parameters[name].copy_(tensors.get_tensor(name))
+
+
+@torch.no_grad()
+def copy_tensors(decoder: Decoder, named: Sequence[tuple[str, Tensor]]) -> None:
+    """Copy some tensors under their checkpoint's names into a decoder, in place; a tied head is skipped.
+
+    Raises `CheckpointError` for a name or a shape that the decoder has not, before anything is copied.
+    """
+    parameters = dict(decoder.named_parameters())
+    tied = decoder.config.tie_word_embeddings
+    wanted = [(name, tensor) for name, tensor in named if not (tied and name == HEAD)]
+    for name, tensor in wanted:
+        if name not in parameters:
+            raise CheckpointError(f"tensor {name} is not in this decoder")
+        if tensor.shape != parameters[name].shape:
+            expected = list(parameters[name].shape)
+            raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, the decoder's is {expected}")
+    for name, tensor in wanted:
+        parameters[name].copy_(tensor)
 
 
 def save_hf(decoder: Decoder, folder: Path | str, source: Path | str) -> Path:

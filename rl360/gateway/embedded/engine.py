@@ -23,21 +23,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl360.errors import CheckpointError
 from rl360.gateway.embedded.attention import StepAttention
 from rl360.gateway.embedded.kv_cache import KVCache
-from rl360.gateway.embedded.request import Request
+from rl360.gateway.embedded.memory import WEIGHTS, Memory
+from rl360.gateway.embedded.request import Request, new_request
 from rl360.gateway.embedded.rows import Rows
 from rl360.gateway.embedded.sampling import SamplingParams, sample, uniforms
-from rl360.gateway.embedded.stops import StopWatch, read_tokenizer
+from rl360.gateway.embedded.stops import read_tokenizer
 from rl360.models.decoder import Decoder
-from rl360.models.loading import load_weights
+from rl360.models.loading import copy_tensors, load_weights
 
 # Prompt tokens of one step, over all requests: long enough for full speed, short enough that rows which are already
 # decoding wait only a moment.
 PREFILL_TOKENS_PER_STEP = 256
 PAUSE_MODES = ("abort", "retract", "in_place")
-MEMORY_TAGS = ("kv_cache", "weights")
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class EmbeddedEngine:
         self._waiting: list[Request] = []  # first come, first served
         self._paused = False
         self._closing = False
-        self.released: frozenset[str] = frozenset()  # memory tags that somebody else has
+        self._memory = Memory()
         self._holds = 0  # callers that keep the engine still or are about to
         self._wake = threading.Condition()  # guards _waiting's tail, _paused, _closing, _holds
         self._still = threading.RLock()  # held during a step, and by whoever keeps the engine still
@@ -112,6 +111,11 @@ class EmbeddedEngine:
         return self._thread is not None and self._thread.is_alive()
 
     @property
+    def released(self) -> frozenset[str]:
+        """Tags of the memory that somebody else has."""
+        return self._memory.released
+
+    @property
     def max_tokens(self) -> int:
         """The most tokens of one request, prompt and output: the model's context, or what the KV cache can hold."""
         return min(self.decoder.config.max_positions, self._cache.longest_row)
@@ -128,51 +132,35 @@ class EmbeddedEngine:
 
         Raises `ValueError` for a request that can never run; the text is for the client.
         """
-        vocab = self.decoder.config.vocab_size
-        tokens = np.asarray(input_ids, dtype=np.int64)
-        if tokens.ndim != 1 or not tokens.size:
-            raise ValueError("input_ids must be a non-empty list of token ids.")
-        if tokens.min() < 0 or tokens.max() >= vocab:
-            raise ValueError(f"input_ids must be in [0, {vocab}), got {tokens.min()} to {tokens.max()}.")
-        if tokens.size >= self.max_tokens:
-            raise ValueError(
-                f"The input ({tokens.size} tokens) is longer than the model's context length "
-                f"({self.max_tokens} tokens)."
-            )
-        if (params.stop or params.stop_regex) and self.tokenizer is None:
-            raise ValueError("stop and stop_regex need a tokenizer, and this engine has none.")
-        with self._wake:
-            self._submitted += 1
-            number = self._submitted
-        own_seed = int(uniforms([self._seed], [number])[0] * 2**53)
-        params = params.with_limits(own_seed, self.max_tokens - tokens.size)
-        room = np.empty(tokens.size + (params.max_new_tokens or 0), dtype=np.int64)
-        room[: tokens.size] = tokens
-        watched = params.stop or params.stop_regex
-        request = Request(
-            rid=rid,
-            params=params,
-            prompt_tokens=tokens.size,
-            tokens=room,
-            length=tokens.size,
-            watch=StopWatch(self.tokenizer, params) if watched and self.tokenizer is not None else None,
-            end_tokens=frozenset() if params.ignore_eos else self._eos.union(params.stop_token_ids),
-            on_finish=on_finish,
-            on_token=on_token,
+        request = new_request(
+            input_ids,
+            params,
+            rid,
+            on_finish,
+            on_token,
+            own_seed=self._next_seed,
+            vocab_size=self.decoder.config.vocab_size,
+            max_tokens=self.max_tokens,
+            end_tokens=self._eos,
+            tokenizer=self.tokenizer,
         )
-        if params.max_new_tokens == 0:
+        if request.params.max_new_tokens == 0:
             request.finish_reason = {"type": "length", "length": 0}
             on_finish()
             return request
         with self._wake:
             if self._closing:
                 raise ValueError("The engine is closed.")
-            if self.released:
-                raise ValueError(f"The engine has released its memory: {', '.join(sorted(self.released))}.")
+            self._memory.need_all()
             request.after_pause = self._paused
             self._waiting.append(request)
             self._wake.notify_all()
         return request
+
+    def _next_seed(self) -> int:
+        with self._wake:
+            self._submitted += 1
+            return int(uniforms([self._seed], [self._submitted])[0] * 2**53)
 
     @contextlib.contextmanager
     def _hold(self) -> Iterator[None]:
@@ -207,7 +195,7 @@ class EmbeddedEngine:
 
     def load_weights(self, folder: Path, version: int | None) -> None:
         """Copy a checkpoint into the shared decoder, between steps. Raises `CheckpointError` and changes nothing."""
-        self._need_weights()
+        self._memory.need_weights()
         with self._hold():
             load_weights(self.decoder, folder)
             self.set_version(self.version if version is None else version)
@@ -215,7 +203,7 @@ class EmbeddedEngine:
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
         """No step runs inside: weights can be read. Raises ValueError where their memory is released."""
-        self._need_weights()
+        self._memory.need_weights()
         with self._hold():
             yield
 
@@ -225,19 +213,9 @@ class EmbeddedEngine:
         Running requests compute their history again, and cached prefixes are forgotten. Raises `CheckpointError` for a
         name or a shape that the decoder has not, before anything is copied.
         """
-        parameters = dict(self.decoder.named_parameters())
-        tied = self.decoder.config.tie_word_embeddings
-        wanted = [(name, tensor) for name, tensor in named if not (tied and name == "lm_head.weight")]
-        for name, tensor in wanted:
-            if name not in parameters:
-                raise CheckpointError(f"tensor {name} is not in this decoder")
-            if tensor.shape != parameters[name].shape:
-                expected = list(parameters[name].shape)
-                raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, the decoder's is {expected}")
-        self._need_weights()
-        with self._hold(), torch.no_grad():
-            for name, tensor in wanted:
-                parameters[name].copy_(tensor)
+        self._memory.need_weights()
+        with self._hold():
+            copy_tensors(self.decoder, named)
             self.set_version(self.version)
 
     def pause(self, mode: str = "abort") -> None:
@@ -257,40 +235,23 @@ class EmbeddedEngine:
 
         For an engine with weights of its own only. Raises ValueError when it is busy, or has released them already.
         """
-        wanted = self._memory_tags(tags)
         with self._hold():
             if self._running or self._waiting:
                 raise ValueError("release_memory_occupation should be called only when server is idle.")
-            if again := wanted & self.released:
-                raise ValueError(f"released already: {', '.join(sorted(again))}")
+            given_up = self._memory.release(tags)
             self._cache.forget()
             self._cache.release()
-            if "weights" in wanted:
+            if WEIGHTS in given_up:
                 with torch.no_grad():
                     for parameter in self.decoder.parameters():
                         parameter.fill_(float("nan"))
-            self.released |= wanted
 
     def resume_memory(self, tags: Sequence[str] | None) -> None:
         """Take memory again, empty. Raises ValueError for what was not released."""
-        wanted = self._memory_tags(tags)
-        if missing := wanted - self.released:
-            raise ValueError(f"not released: {', '.join(sorted(missing))}")
-        self.released -= wanted
-
-    def _memory_tags(self, tags: Sequence[str] | None) -> frozenset[str]:
-        wanted = frozenset(MEMORY_TAGS if tags is None else tags)
-        if unknown := wanted - set(MEMORY_TAGS):
-            raise ValueError(f"unknown tags {', '.join(sorted(unknown))}; expected some of {', '.join(MEMORY_TAGS)}")
-        return wanted
-
-    def _need_weights(self) -> None:
-        if "weights" in self.released:
-            raise ValueError("The memory of the weights is released.")
+        self._memory.resume(tags)
 
     def resume(self) -> None:
-        if self.released:
-            raise ValueError(f"The engine has released its memory: {', '.join(sorted(self.released))}.")
+        self._memory.need_all()
         with self._wake:
             self._paused = False
             for request in self._waiting:
@@ -367,15 +328,7 @@ class EmbeddedEngine:
         self._admit()
         if not self._running:
             return
-        decoding = sum(r.decoding for r in self._running)
-        spans = [(r.computed, r.length) for r in self._running[:decoding]]
-        budget = PREFILL_TOKENS_PER_STEP
-        for request in self._running[decoding:]:
-            if budget <= 0:
-                break
-            end = min(request.length, request.computed + budget)
-            spans.append((request.computed, end))
-            budget -= end - request.computed
+        decoding, spans = self._rows.next_spans(PREFILL_TOKENS_PER_STEP)
         batch = self._running[: len(spans)]
 
         device = self.decoder.device

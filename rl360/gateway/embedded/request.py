@@ -1,13 +1,13 @@
 """One request inside the engine: its tokens so far and how it ends, and the reply in SGLang's shape.
 
-In: ids and sampling parameters. Out: the record that scheduler and server both look at, and `reply`. When it runs is
-left to the engine. Only the engine's thread changes a request; others may read the append-only lists.
+In: ids and sampling parameters (`new_request`). Out: the record that scheduler and server both look at, and `reply`.
+When it runs is left to the engine. Only the engine's thread changes a request; others may read the append-only lists.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,3 +107,54 @@ class Request:
             ]
         text = "" if tokenizer is None else final_text(tokenizer, ids, self.params, matched)
         return {"text": text, "output_ids": ids, "meta_info": meta}
+
+
+def new_request(
+    input_ids: Sequence[int],
+    params: SamplingParams,
+    rid: str,
+    on_finish: Callable[[], None],
+    on_token: Callable[[], None] | None = None,
+    *,
+    own_seed: Callable[[], int],
+    vocab_size: int,
+    max_tokens: int,
+    end_tokens: frozenset[int],
+    tokenizer: Decodes | None,
+) -> Request:
+    """A request that an engine with these limits can run.
+
+    Args:
+        own_seed: where `params` have none; called once it is clear that the request can run.
+        max_tokens: of prompt and output together.
+        end_tokens: the model's own.
+        tokenizer: None: no strings to stop at.
+
+    Raises `ValueError` for one that can never run; the text is for the client.
+    """
+    tokens = np.asarray(input_ids, dtype=np.int64)
+    if tokens.ndim != 1 or not tokens.size:
+        raise ValueError("input_ids must be a non-empty list of token ids.")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise ValueError(f"input_ids must be in [0, {vocab_size}), got {tokens.min()} to {tokens.max()}.")
+    if tokens.size >= max_tokens:
+        raise ValueError(
+            f"The input ({tokens.size} tokens) is longer than the model's context length ({max_tokens} tokens)."
+        )
+    watched = bool(params.stop or params.stop_regex)
+    if watched and tokenizer is None:
+        raise ValueError("stop and stop_regex need a tokenizer, and this engine has none.")
+    params = params.with_limits(own_seed(), max_tokens - tokens.size)
+    room = np.empty(tokens.size + (params.max_new_tokens or 0), dtype=np.int64)
+    room[: tokens.size] = tokens
+    return Request(
+        rid=rid,
+        params=params,
+        prompt_tokens=tokens.size,
+        tokens=room,
+        length=tokens.size,
+        watch=StopWatch(tokenizer, params) if watched and tokenizer is not None else None,
+        end_tokens=frozenset() if params.ignore_eos else end_tokens.union(params.stop_token_ids),
+        on_finish=on_finish,
+        on_token=on_token,
+    )

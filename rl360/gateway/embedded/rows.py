@@ -64,6 +64,19 @@ class Rows:
         self._cache.copy_row(source, row, shared)
         return shared
 
+    def next_spans(self, prefill_tokens: int) -> tuple[int, list[tuple[int, int]]]:
+        """(decoding rows, tokens [start, end) of each row that takes part in a step): the next token of every decoding
+        row, then at most `prefill_tokens` of prompts, those that came first before others."""
+        decoding = sum(r.decoding for r in self.requests)
+        spans = [(r.computed, r.length) for r in self.requests[:decoding]]
+        for request in self.requests[decoding:]:
+            if prefill_tokens <= 0:
+                break
+            end = min(request.length, request.computed + prefill_tokens)
+            spans.append((request.computed, end))
+            prefill_tokens -= end - request.computed
+        return decoding, spans
+
     def leave(self, rows: list[int]) -> None:
         """Take rows out; the last decoding row, and then the last row of all, fill the gap."""
         for row in sorted(rows, reverse=True):

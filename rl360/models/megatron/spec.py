@@ -8,6 +8,7 @@ layer of Transformer Engine's modules (te_spec.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -92,10 +93,28 @@ class Layer(TransformerLayer):
         return x, swiglu_row(gate_up, self.mlp.linear_fc2.weight, setting)
 
 
-def attention_spec(config: TransformerConfig, column: Any, core: Any, row: Any) -> ModuleSpec:
-    """Self-attention of these modules; norms of q and k, where the model has them, are gains for `split_rotate`."""
-    head_norm = NormGain if config.qk_layernorm else None
-    return ModuleSpec(
+def block_spec(
+    config: TransformerConfig,
+    chunk: int | None,
+    layer: type[Layer],
+    *,
+    column: Any,
+    row: Any,
+    core: Any,
+    norm: Any,
+    last_norm: Any,
+    checkpoint_names: Mapping[str, str] | None = None,
+) -> TransformerBlockSubmodules:
+    """Submodules of the decoder of model chunk `chunk` (None: not interleaved) on this pipeline rank.
+
+    Args:
+        column, row: products, split over tensor ranks by output and by input.
+        core: the attention itself.
+        norm: before attention and MLP; `last_norm`: behind all layers.
+        checkpoint_names: of parameters that Megatron's checkpoints have under another name.
+    """
+    head_norm = NormGain if config.qk_layernorm else None  # gains for `split_rotate`
+    attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -106,24 +125,36 @@ def attention_spec(config: TransformerConfig, column: Any, core: Any, row: Any) 
             k_layernorm=head_norm,
         ),
     )
-
-
-def decoder_spec(config: TransformerConfig, norm_groups: int, chunk: int | None) -> TransformerBlockSubmodules:
-    """Submodules of the decoder of model chunk `chunk` (None: not interleaved) on this pipeline rank."""
-    layer = ModuleSpec(
-        module=Layer,
+    of_layer = ModuleSpec(
+        module=layer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=NormGain,
-            self_attention=attention_spec(config, ColumnParallelLinear, NoModule, RowParallelLinear),
+            input_layernorm=norm,
+            self_attention=attention,
             self_attn_bda=IdentityFuncOp,
-            pre_mlp_layernorm=NormGain,
+            pre_mlp_layernorm=norm,
             mlp=partial(
                 MLP.as_mlp_submodule,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+                submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
                 ffn_hidden_size=config.ffn_hidden_size,
             ),
             mlp_bda=IdentityFuncOp,
-            sharded_state_dict_keys_map=FUSED_NORM_NAMES if norm_groups == 1 else {},
+            sharded_state_dict_keys_map=dict(checkpoint_names or {}),
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=NormGain)
+    layers = [of_layer] * get_num_layers_to_build(config, chunk)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=last_norm)
+
+
+def decoder_spec(config: TransformerConfig, norm_groups: int, chunk: int | None) -> TransformerBlockSubmodules:
+    """`block_spec` of Megatron's own modules."""
+    return block_spec(
+        config,
+        chunk,
+        Layer,
+        column=ColumnParallelLinear,
+        row=RowParallelLinear,
+        core=NoModule,
+        norm=NormGain,
+        last_norm=NormGain,
+        checkpoint_names=FUSED_NORM_NAMES if norm_groups == 1 else None,
+    )

@@ -15,18 +15,14 @@ position; SwiGLU; grouped RMSNorm, which Transformer Engine does not have (the p
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -37,7 +33,7 @@ from rl360.models.megatron.attention import attend
 from rl360.models.megatron.blocks import Setting, split_rotate
 from rl360.models.megatron.layout import TE_INSTALL
 from rl360.models.megatron.packed import PackedTensors
-from rl360.models.megatron.spec import Layer, NoModule, NormGain, attention_spec
+from rl360.models.megatron.spec import Layer, NoModule, NormGain, block_spec
 
 
 def require_transformer_engine() -> None:
@@ -201,23 +197,13 @@ def te_decoder_spec(config: TransformerConfig, norm_groups: int, chunk: int | No
     )
 
     grouped = norm_groups > 1
-    column = TEColumnParallelLinear if grouped else TELayerNormColumnParallelLinear
-    norm = NormGain if grouped else IdentityOp
-    core = NoModule if config.context_parallel_size > 1 else TEDotProductAttention
-    layer = ModuleSpec(
-        module=TELayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=attention_spec(config, column, core, TERowParallelLinear),
-            self_attn_bda=IdentityFuncOp,
-            pre_mlp_layernorm=norm,
-            mlp=partial(
-                MLP.as_mlp_submodule,
-                submodules=MLPSubmodules(linear_fc1=column, linear_fc2=TERowParallelLinear),
-                ffn_hidden_size=config.ffn_hidden_size,
-            ),
-            mlp_bda=IdentityFuncOp,
-        ),
+    return block_spec(
+        config,
+        chunk,
+        TELayer,
+        column=TEColumnParallelLinear if grouped else TELayerNormColumnParallelLinear,
+        row=TERowParallelLinear,
+        core=NoModule if config.context_parallel_size > 1 else TEDotProductAttention,
+        norm=NormGain if grouped else IdentityOp,
+        last_norm=NormGain if grouped else TENorm,
     )
-    last: Any = NormGain if grouped else TENorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=last)

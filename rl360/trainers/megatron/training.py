@@ -1,7 +1,7 @@
 """One rank's step: Megatron's schedules over its micro-batches, the algorithm's loss at the head, the optimizer.
 
 In: this data rank's micro-batches. Out: weights one step further, metrics summed over all ranks. Left to others:
-processes and groups (rank.py), dealing the batch out (shards.py), checkpoints (checkpoint.py).
+processes and groups (rank.py), dealing the batch out (shards.py), checkpoints (checkpoint.py), metrics (metrics.py).
 
 The weights of a batch's tokens add up to 1 over the whole batch, so its gradient is the plain sum over data ranks,
 context ranks and micro-batches, however it was cut: nothing is averaged and nothing divided by a token count.
@@ -28,33 +28,14 @@ from rl360.models.megatron.blocks import gather_hidden
 from rl360.models.megatron.hf_weights import load_hf
 from rl360.models.megatron.model import Chunk, build_model
 from rl360.models.megatron.wgrad import complete_in_backward
-from rl360.protocols import Algorithm
 from rl360.trainers.megatron.head import head_logprobs, head_loss
+from rl360.trainers.megatron.metrics import ENTROPY, LOSS, MetricSums, metric_names, over_updates
 from rl360.trainers.megatron.optim import ShardedOptimizer
 from rl360.trainers.megatron.settings import PEAK_MEMORY, PEAK_RESERVED, TrainingSettings
 from rl360.trainers.megatron.work import Targets, Work
 from rl360.trainers.mismatch import mismatch_means, mismatch_sums
 from rl360.trainers.offload import Offloader
 from rl360.trainers.packing import MicroBatch
-
-ENTROPY = "train/entropy"
-LOSS = "train/loss"
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Metrics of one optimizer step on this rank, left on the device until the step is over."""
-
-    values: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, part: Mapping[str, Tensor]) -> None:
-        for name, value in part.items():
-            if name not in self.values:
-                self.values[name] = value
-            elif name.endswith("_max"):
-                self.values[name] = torch.maximum(self.values[name], value)
-            else:
-                self.values[name] = self.values[name] + value
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +66,7 @@ class Training:
         self._dtype = dtype
         self.chunks: list[Any] = self._with_buffers(self._build())
         self.reference = self._build() if settings.algorithm.needs_reference else None
-        self._metric_names = _metric_names(settings.algorithm, device)
+        self._metric_names = metric_names(settings.algorithm, device)
         self.optimizer = ShardedOptimizer(
             self.chunks,
             learning_rate=settings.learning_rate,
@@ -159,11 +140,11 @@ class Training:
         for _ in range(updates):
             sums = self.backward(works, constants)
             norm, rate = self.optimizer.step()
-            totals = self._over_ranks(sums)
+            totals = sums.over_ranks(self._metric_names, self.device) if self.is_last_stage else {}
             if ENTROPY in totals:
                 totals[ENTROPY] /= num_trained_tokens
             per_update.append({**mismatch_means(totals), "train/grad_norm": norm, "train/lr": rate})
-        metrics = _over_updates(per_update)
+        metrics = over_updates(per_update)
         if self.device.type == "cuda":
             metrics[PEAK_MEMORY] = torch.cuda.max_memory_allocated(self.device) / 2**30
             metrics[PEAK_RESERVED] = torch.cuda.max_memory_reserved(self.device) / 2**30
@@ -181,11 +162,11 @@ class Training:
             self._corrections(works, proximal) if by_sequence else {},
         )
 
-    def backward(self, works: SequenceABC[Work], constants: Constants) -> _Sums:
+    def backward(self, works: SequenceABC[Work], constants: Constants) -> MetricSums:
         """Leave the gradient of the whole batch in the buffers (each data rank has its part); return metric sums."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        sums = _Sums()
+        sums = MetricSums()
 
         def loss(work: Work, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             return self._loss(work, hidden, sums, constants), torch.zeros((), dtype=torch.int), {}
@@ -326,7 +307,7 @@ class Training:
             found[work.index] = weights_S[targets.sequences_M]
         return found
 
-    def _loss(self, work: Work, hidden: Tensor, sums: _Sums, constants: Constants) -> Tensor:
+    def _loss(self, work: Work, hidden: Tensor, sums: MetricSums, constants: Constants) -> Tensor:
         """A scalar whose backward pass is that of the algorithm's loss of one micro-batch."""
         targets = _targets(work)
         proximal_M = constants.proximal.get(work.index)
@@ -363,48 +344,7 @@ class Training:
         is_embedding_too = head.share_embeddings_and_output_weights and head.pre_process
         return loss if is_embedding_too else complete_in_backward(loss, weight)
 
-    def _over_ranks(self, sums: _Sums) -> dict[str, float]:
-        """Sums and maxima over data and context ranks, in one exchange each; empty where there is no head."""
-        from megatron.core import parallel_state
-
-        if not self.is_last_stage:
-            return {}
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        found: dict[str, float] = {}
-        for operation, absent, names in (
-            (distributed.ReduceOp.SUM, 0.0, [n for n in self._metric_names if not n.endswith("_max")]),
-            (distributed.ReduceOp.MAX, float("-inf"), [n for n in self._metric_names if n.endswith("_max")]),
-        ):
-            if not names:
-                continue
-            nothing = torch.tensor(absent, dtype=torch.float64, device=self.device)
-            values = torch.stack([sums.values.get(name, nothing).double() for name in names])
-            distributed.all_reduce(values, op=operation, group=group)
-            found |= dict(zip(names, values.tolist(), strict=True))
-        return found
-
 
 def _targets(work: Work) -> Targets:
     assert work.targets is not None, "only a last stage has targets"
     return work.targets
-
-
-def _metric_names(algorithm: Algorithm, device: torch.device) -> list[str]:
-    """Names that the algorithm's loss reports, also for a rank that has no token in a step."""
-    one = torch.zeros(1, device=device)
-    correction = (one,) if algorithm.needs_sequence_ratios else ()
-    _, metrics = algorithm.loss(one, one, one, one, one, one if algorithm.needs_reference else None, *correction)
-    mismatch = mismatch_sums(one, one, one, torch.zeros(1, dtype=torch.int64, device=device))
-    return [LOSS, ENTROPY, *metrics, *mismatch]
-
-
-def _over_updates(per_update: SequenceABC[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of one batch, maxima of what ends in `_max`, the last learning rate."""
-    names = per_update[0].keys()
-    found = {
-        name: max(u[name] for u in per_update)
-        if name.endswith("_max")
-        else sum(u[name] for u in per_update) / len(per_update)
-        for name in names
-    }
-    return {**found, "train/lr": per_update[-1]["train/lr"]}

@@ -261,6 +261,8 @@ DISK_FULL = "No space left on device"  # strerror(ENOSPC): the host's disk, sinc
 # Ends of a verifier without a verdict. The task is to blame, unless the same tests judged another attempt of its group.
 NO_VERDICT = frozenset({"verifier_timeout", "verifier_no_reward", "verifier_garbage"})
 INTERRUPTED = "interrupted"  # in a trial's metadata: something outside ended its sandbox, or a process in it
+# In a trial's metadata, as "class name: message": what failed after the failure that the trial is known by.
+LATER_FAILURE = "later_failure"
 OFFLINE = "offline"  # in a trial's metadata: its sandboxes had no network that tests could have waited for
 
 
@@ -339,7 +341,7 @@ def _of_trial(trial: TrialResult, session: Session, agent_timeout_s: float) -> V
             late = own_s > agent_timeout_s and session.stop is None
             return Verdict(Action.TRAIN, Stop.TIMEOUT if late else _policy_stop(trial, session))
         return Verdict(Action.MASK, Stop.INFRASTRUCTURE, "verifier_garbage" if trial.rewards else "verifier_no_reward")
-    row = EXCEPTIONS.get(name, Row(Action.REQUEUE, f"unclassified_{name}"))
+    row = _row(name)
     own = trial.agent_metadata.get(AGENT_ERROR)
     if own is not None and session.turns and (name == own or row.cause.startswith("verifier_")):
         if session.unanswered:
@@ -354,8 +356,22 @@ def _of_trial(trial: TrialResult, session: Session, agent_timeout_s: float) -> V
     if session.stop in (Stop.LENGTH, Stop.TURNS) and (row.at_cap or stop is Stop.LENGTH):
         stop = session.stop
     if stop is not None:
-        return Verdict(Action.TRAIN, stop) if has_verdict else Verdict(Action.SCORE_ZERO, stop, name)
-    full = row.action is Action.REQUEUE and DISK_FULL in (trial.exception_message or "")
+        if has_verdict:
+            return Verdict(Action.TRAIN, stop)
+        later, _, message = str(trial.agent_metadata.get(LATER_FAILURE, "")).partition(": ")
+        under_it = _infrastructure(_row(later), message)
+        if later and under_it.action is Action.REQUEUE:
+            return under_it  # its own end left it a verdict, which it lost to what failed under the tests
+        return Verdict(Action.SCORE_ZERO, stop, name)
+    return _infrastructure(row, trial.exception_message or "")
+
+
+def _row(name: str) -> Row:
+    return EXCEPTIONS.get(name, Row(Action.REQUEUE, f"unclassified_{name}"))
+
+
+def _infrastructure(row: Row, message: str) -> Verdict:
+    full = row.action is Action.REQUEUE and DISK_FULL in message
     return Verdict(row.action, Stop.INFRASTRUCTURE, "disk_full" if full else row.cause)
 
 

@@ -19,11 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl360.rollout.failures import AGENT_ERROR, INTERRUPTED, OFFLINE
+from rl360.rollout.failures import AGENT_ERROR, INTERRUPTED, LATER_FAILURE, OFFLINE
 from rl360.types import AttemptSpec, Timings, TrialResult
 
 if TYPE_CHECKING:
-    from harbor.environments.base import BaseEnvironment
     from harbor.models.trial.config import TrialConfig
     from harbor.models.trial.result import TimingInfo
     from harbor.models.trial.result import TrialResult as HarborResult
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
 _HARBOR_ENV = {"HARBOR_TELEMETRY": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 _LOCAL_SANDBOX = "rl360.sandboxes.local:LocalSandbox"
+_Failure = tuple[str, str]  # class name and message of what was raised
 _OWN_SANDBOXES = "rl360.sandboxes."  # their constructors take the fields of SandboxConfig; others only their kwargs
 _SANDBOX_FIELDS = (
     "network", "memory_mib", "cpus", "pids", "disk_mib", "lifetime_s", "start_timeout_s", "base", "unprivileged",
@@ -131,13 +131,15 @@ class TrialWorker:
         trial: Trial | None = None
         watch: AgentWatch | None = None
         separate: SeparateWatch | None = None
-        failure: tuple[str, str] | None = None
+        failure: _Failure | None = None
+        recorded: list[_Failure] = []
         try:
             async with asyncio.timeout(self._trial_timeout_s):
                 trial = await self._tasks.create(self._config(spec, base_url, name))
                 from rl360.rollout.agent_watch import AgentWatch
                 from rl360.rollout.verification import isolate
 
+                recorded = _failures_of(trial)
                 separate = isolate(trial)
                 watch = AgentWatch(trial)
                 await trial.run()
@@ -151,10 +153,8 @@ class TrialWorker:
         finally:
             _forget_loggers(name)
         own = watch.error if watch is not None else None
-        if separate is not None and separate.failed is not None:
-            failure = ("SandboxDied", f"an artifact could not be taken from it: {separate.failed}")
-        verifiers = separate.environments if separate is not None else []
-        result = _map(spec, trial, verifiers, failure, own, trial_dir, queue_s, time.monotonic() - began)
+        total_s = time.monotonic() - began
+        result = _map(spec, trial, separate, failure, recorded, own, trial_dir, queue_s, total_s)
         if self._is_ours and not self._sandbox.get("network"):
             result = replace(result, agent_metadata={**result.agent_metadata, OFFLINE: True})
         failed = result.exception_type is not None or result.rewards is None
@@ -187,6 +187,28 @@ class TrialWorker:
         )
 
 
+def _failures_of(trial: Trial) -> list[_Failure]:
+    """Every failure that the trial will record, in order. Harbor keeps the first one."""
+    failures: list[_Failure] = []
+    record = trial._record_exception
+
+    def remembering(error: BaseException) -> None:
+        failures.append((type(error).__name__, _whole_message(error)))
+        record(error)
+
+    trial._record_exception = remembering
+    return failures
+
+
+def _whole_message(error: BaseException) -> str:
+    """With what it was raised from: Harbor's own errors of transfers say only that there was one."""
+    said = [str(error)]
+    while error.__cause__ is not None:
+        error = error.__cause__
+        said.append(str(error))
+    return ": ".join(said)
+
+
 def _trial_name(spec: AttemptSpec) -> str:
     """The try's id as a folder name."""
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in spec.try_id)
@@ -195,8 +217,9 @@ def _trial_name(spec: AttemptSpec) -> str:
 def _map(
     spec: AttemptSpec,
     trial: Trial | None,
-    verifiers: Sequence[BaseEnvironment],  # of the tests, where they are not the agent's
-    failure: tuple[str, str] | None,
+    separate: SeparateWatch | None,
+    failure: _Failure | None,
+    recorded: Sequence[_Failure],
     agents_own: Exception | None,
     trial_dir: Path,
     queue_s: float,
@@ -206,19 +229,26 @@ def _map(
     metadata: dict[str, object] = {}
     rewards: dict[str, float] | None = None
     timings = Timings(queue_s=queue_s, total_s=queue_s + total_s)
+    lost: _Failure | None = None  # an artifact: what the tests said is not about the answer
+    if separate is not None and separate.failed is not None:
+        lost = ("SandboxDied", f"an artifact could not be taken from it: {separate.failed}")
     if harbor is not None:
         if failure is None and harbor.exception_info is not None:
             failure = (harbor.exception_info.exception_type, harbor.exception_info.exception_message)
+        if failure is None and lost is not None:
+            failure = lost
         if harbor.agent_result is not None:
             metadata.update(harbor.agent_result.metadata or {})
-        for key in (AGENT_ERROR, INTERRUPTED, "exhausted"):  # ours to say
+        for key in (AGENT_ERROR, INTERRUPTED, LATER_FAILURE, "exhausted"):  # ours to say
             metadata.pop(key, None)
+        if later := [*recorded[1:], *([lost] if lost is not None else [])]:
+            metadata[LATER_FAILURE] = ": ".join(later[0])[:_MAX_MESSAGE_CHARS]
         if agents_own is not None:
             own = (type(agents_own).__name__, str(agents_own))
             if failure is None or failure[0] != own[0]:  # a later failure of the same name must not pass for this one
                 metadata[AGENT_ERROR] = own[0]
             failure = failure or own
-        if harbor.verifier_result is not None and harbor.verifier_result.rewards:
+        if lost is None and harbor.verifier_result is not None and harbor.verifier_result.rewards:
             rewards = {key: float(value) for key, value in harbor.verifier_result.rewards.items()}
             if len(rewards) > _MAX_REWARD_KEYS or any(not abs(value) <= _MAX_REWARD for value in rewards.values()):
                 failure = ("VerifierOutputParseError", f"{len(rewards)} rewards, or one beyond {_MAX_REWARD:g}")
@@ -234,7 +264,7 @@ def _map(
     environment = getattr(trial, "agent_environment", None)
     if exhausted := getattr(environment, "exhausted", ""):
         metadata["exhausted"] = exhausted
-    for one in (environment, *verifiers):
+    for one in (environment, *(separate.environments if separate is not None else ())):
         if interrupted := getattr(one, "interrupted", ""):
             metadata[INTERRUPTED] = interrupted
     if (carried := getattr(environment, "carried", None)) is not None and carried.num_refused:

@@ -161,6 +161,24 @@ def test_no_verdict_counts_of_a_sandbox_that_was_interrupted(name, rewards):
     assert (verdict.action, verdict.cause) == (Action.REQUEUE, "sandbox_died")
 
 
+@pytest.mark.parametrize(
+    ("later", "action", "cause"),
+    [
+        ("DownloadVerifierDirError: failed: [Errno 28] No space left on device", Action.REQUEUE, "disk_full"),
+        ("SandboxBuildFailedError: sandbox did not start", Action.REQUEUE, "sandbox_build"),
+        ("OddError: ", Action.REQUEUE, "unclassified_OddError"),
+        ("VerifierTimeoutError: 30 s", Action.SCORE_ZERO, "AgentTimeoutError"),  # what it left made its tests hang
+    ],
+)
+def test_what_failed_under_the_tests_of_an_agent_that_was_late(later: str, action: Action, cause: str) -> None:
+    """Harbor keeps the first failure of a trial. By that alone it would score zero, whatever it had done."""
+    late = trial("AgentTimeoutError", agent_s=12.0, later_failure=later)
+    verdict = classify(late, session(), BUDGET_S)
+    assert (verdict.action, verdict.cause) == (action, cause)
+    graded = trial("AgentTimeoutError", {"reward": 1.0}, agent_s=12.0, later_failure=later)
+    assert classify(graded, session(), BUDGET_S).action is Action.TRAIN
+
+
 def test_every_name_that_harbor_knows_has_its_own_row():
     """Harbor adds names; a new one must be decided on here rather than fall through to `unclassified`."""
     from harbor.models.trial.error_policy import ERROR_POLICIES

@@ -407,6 +407,23 @@ async def test_cancelling_leaves_nothing(make_worker: MakeWorker, model: Any, ca
     assert (await worker.run(spec(task), model.url)).rewards == {"reward": 1.0}  # its slot is free again
 
 
+async def test_what_fails_after_an_agent_that_was_late(
+    make_worker: MakeWorker, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rl360.sandboxes.local import transfer
+
+    def full(root_fd: int, source: str, target: Path) -> list[str]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model.delay_s = 20.0
+    monkeypatch.setattr(transfer, "download_folder", full)
+    result = await one(make_worker, model, make_task(tmp_path / "t"), agent={"timeout_s": 0.5})
+    assert (result.rewards, result.exception_type) == (None, "AgentTimeoutError")
+    later = str(result.agent_metadata["later_failure"])
+    assert later.startswith("DownloadVerifierDirError: ")
+    assert DISK_FULL in later
+
+
 def make_separate_task(folder: Path) -> Task:
     task = make_task(folder)
     text = 'version = "1.0"\nartifacts = ["/app"]\n[verifier]\nenvironment_mode = "separate"\n'
@@ -429,7 +446,7 @@ async def test_an_artifact_for_which_there_was_no_room_is_no_missing_answer(
 
     monkeypatch.setattr(transfer, "download_folder", full)
     result = await one(make_worker, model, make_separate_task(tmp_path / "t"))
-    assert result.rewards == {"reward": 0.0}  # of an answer that did not come along
+    assert result.rewards is None  # not the 0 of an answer that did not come along
     assert (result.exception_type, DISK_FULL in (result.exception_message or "")) == ("SandboxDied", True)
 
 

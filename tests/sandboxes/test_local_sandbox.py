@@ -426,6 +426,21 @@ async def test_who_ended_it(start_sandbox: Any, who: str, expected: tuple[str, s
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["bubblewrap", "the first process"])
+async def test_a_limit_that_it_had_outlived_did_not_end_it(start_sandbox: Any, first: bool) -> None:
+    """A program ran into the memory limit, the agent went on, and then something outside killed the sandbox."""
+    if "memory" not in cgroups.find().parents:
+        pytest.skip("no memory controller")
+    s = await start_sandbox(memory_mib=64)
+    await s.exec("python3 -c 'len(b\"x\" * (1 << 27))'")
+    monitor = _monitor_of(s)
+    (monitor.children()[0] if first else monitor).kill()
+    await _until(lambda: not s._running().running)
+    await s.stop(delete=True)
+    assert s.exhausted == ""
+    assert "from outside" in s.interrupted
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["bubblewrap", "the first process"])
 async def test_what_ended_before_the_keeper_was_asked_was_not_ended_by_it(start_sandbox: Any, first: bool) -> None:
     """The keeper stands still, and finds the end and the request to end it at the same time."""
     s = await start_sandbox()

@@ -23,7 +23,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from rl360.sandboxes.local import syscalls
+from rl360.sandboxes.local import cgroups, syscalls
 from rl360.sandboxes.local.artifacts import Disk
 from rl360.sandboxes.local.keeper import CONTROL_DIR, MAX_MESSAGE
 from rl360.sandboxes.local.keeper_client import Keeper
@@ -84,6 +84,7 @@ class SandboxProcess:
         self._ready: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[dict[str, Any]] | None = None
         self._lost_by_itself = False
+        self._oom_kills = 0  # of the kernel, by its own limit, when it last answered
         self._halted = self._stopped = False
 
     @property
@@ -216,6 +217,7 @@ class SandboxProcess:
             try:
                 async with asyncio.timeout(timeout_s):
                     code = await future
+                self._oom_kills = cgroups.oom_kills(self._memory_group())[0]
             except (TimeoutError, asyncio.CancelledError):
                 self._kill_command(name)
                 raise
@@ -225,6 +227,10 @@ class SandboxProcess:
             for suffix in ("sh", "cmd", "out", "err"):
                 with contextlib.suppress(OSError):
                     os.unlink(f"{name}.{suffix}", dir_fd=self._control_fd)
+
+    def _memory_group(self) -> list[str]:
+        parent = self.plan.hierarchy.parents.get("memory")
+        return [os.path.join(parent, cgroups.PREFIX + self.name)] if parent is not None else []
 
     def _kill_command(self, name: str) -> None:
         group = self._groups.pop(name, None)
@@ -368,8 +374,10 @@ class SandboxProcess:
 
     def _note(self, event: dict[str, Any]) -> None:
         """Why it ended. An exit code, and not a signal from outside, after `ready` is the doing of something inside."""
-        limit = event["exhausted"] or ("memory" if event["oom_kills"] else "")
-        outside = "" if limit else _interruption(event)
+        outside = _interruption(event)
+        # It outlived what it had run into before its last answer: that is not what ended it.
+        limit = event["exhausted"] or ("memory" if event["oom_kills"] > (self._oom_kills if outside else 0) else "")
+        outside = "" if limit else outside
         self.exhausted = limit or self.exhausted or ("sandbox" if self._lost_by_itself and not outside else "")
         if not self.exhausted:
             self.interrupted = outside

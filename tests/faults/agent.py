@@ -1,10 +1,11 @@
 """A Harbor agent that does what its task's instruction says, in JSON: the faults need agents that are busy on cue.
 
     {"turns": 2, "run": ["commands"], "first": ["commands of the first try only"], "of": {"1": ["of attempt 1 only"]},
-     "timeout_s": 30, "raise": "KeyError"}
+     "timeout_s": 30, "raise": "KeyError", "steps": [["commands after turn 1"], ["after turn 2"]]}
 
 It talks to the model `turns` times, then runs the commands in the sandbox, then raises an error of that name. It
 repeats nothing and hides nothing; with "instead": true it raises the error also in place of what the endpoint raises.
+With "goes_on": true it takes what a sandbox raises for a command's output, as agents do, and goes on.
 """
 
 from __future__ import annotations
@@ -49,18 +50,19 @@ class CueAgent(BaseAgent):
         context.metadata = {"format_ok": True, "stop": "finished"}
         own = type(cue["raise"], (Exception,), {}) if "raise" in cue else None
         messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
-        for _ in range(cue.get("turns", 1)):
+        for turn in range(cue.get("turns", 1)):
             try:
                 messages.append(await self._ask(messages, cue.get("timeout_s", 30.0)))
             except (InternalServerError, APIConnectionError) as error:
                 if own is not None and cue.get("instead"):
                     raise own(str(error)) from None
                 raise
+            for commands in cue.get("steps", [])[turn : turn + 1]:
+                await _run_all(commands, environment, cue)
             messages.append({"role": "user", "content": "more"})
         index, number = re.findall(r"-(\d+)\.t(\d+)/", str(self._base_url))[0]
         first = cue.get("first", []) if number == "0" else []
-        for command in [*first, *cue.get("of", {}).get(index, []), *cue.get("run", [])]:
-            await environment.exec(command)
+        await _run_all([*first, *cue.get("of", {}).get(index, []), *cue.get("run", [])], environment, cue)
         if own is not None:
             raise own("as the instruction says")
 
@@ -77,3 +79,12 @@ class CueAgent(BaseAgent):
                 return dict((await response.json())["choices"][0]["message"])
         except (aiohttp.ClientError, TimeoutError) as error:
             raise APIConnectionError(f"{type(error).__name__}: {error}") from error
+
+
+async def _run_all(commands: list[str], environment: BaseEnvironment, cue: dict[str, Any]) -> None:
+    for command in commands:
+        try:
+            await environment.exec(command)
+        except RuntimeError:
+            if not cue.get("goes_on"):
+                raise

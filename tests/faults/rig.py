@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -104,10 +105,20 @@ may ring before it. The budget is as small as ever, since it ends nothing."""
 
 
 class Rig:
-    def __init__(self, folder: Path, cache_dir: Path, limits: Limits = Limits()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        cache_dir: Path,
+        limits: Limits = Limits(),
+        *,
+        sandbox: Mapping[str, Any] = MappingProxyType({}),
+        max_tries: int = MAX_TRIES,
+    ) -> None:
+        """`sandbox`: fields of SandboxConfig that differ from its defaults."""
         self.run_dir, self.cache_dir = folder / "run", cache_dir
         self.trials_dir = self.run_dir / "trials"
         self.trials_dir.mkdir(parents=True)
+        self._run_id = f"faults{os.getpid()}"  # others may run on this machine
         self._stack = ExitStack()
         # Trial folders on a small disk of their own: it can be filled without filling the machine's.
         self.has_small_disk = _mount_tmpfs(self.trials_dir)
@@ -135,14 +146,14 @@ class Rig:
                     "import_path": "tests.faults.agent:CueAgent",
                     "timeout_s": limits.timer_s,
                 },
-                "sandbox": {**asdict(SandboxConfig()), "verifier_timeout_s": limits.verifier_s},
+                "sandbox": {**asdict(SandboxConfig()), "verifier_timeout_s": limits.verifier_s, **sandbox},
                 "cache_dir": cache_dir,
                 "trials_dir": self.trials_dir,
                 "trial_timeout_s": limits.trial_s,
                 "model_name": "stub",
                 "max_concurrent": 4,
                 "start_interval_s": 0.0,
-                "run_id": "faults",
+                "run_id": self._run_id,
             },
             "trial",
         )
@@ -152,7 +163,7 @@ class Rig:
             rewards={"verifier": VerifierReward("verifier")},
             events=RolloutEvents(self.record.started, self._requeued, self.record.finished, lambda: None),
             concurrency=8,
-            max_tries=MAX_TRIES,
+            max_tries=max_tries,
             agent_timeout_s=limits.budget_s,
             client_timeout_s=limits.client_s,
         )
@@ -172,11 +183,23 @@ class Rig:
 
     # -- running -----------------------------------------------------------------------------------------------------
 
-    def task(self, name: str, cue: Mapping[str, Any], test_sh: str = PASSES, dockerfile: str = "FROM x\n") -> Task:
+    def task(
+        self,
+        name: str,
+        cue: Mapping[str, Any],
+        test_sh: str = PASSES,
+        dockerfile: str = "FROM x\n",
+        environment_mode: str = "",
+    ) -> Task:
+        """`environment_mode`: of the verifier; separate has the working folder as its artifact."""
+        mode = f'environment_mode = "{environment_mode}"\n' if environment_mode else ""
+        artifacts = 'artifacts = ["/app"]\n' if environment_mode == "separate" else ""
         folder = self.run_dir.parent / "tasks" / name
         files = {
             "instruction.md": json.dumps(cue),
-            "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 60.0\n[verifier]\ntimeout_sec = 60.0\n',
+            "task.toml": (
+                f'version = "1.0"\n{artifacts}[agent]\ntimeout_sec = 60.0\n[verifier]\ntimeout_sec = 60.0\n{mode}'
+            ),
             "environment/Dockerfile": f"{dockerfile}WORKDIR /app\n",
             "tests/test.sh": test_sh,
         }
@@ -221,11 +244,14 @@ class Rig:
     def proxy_pid(self) -> int:
         return self.gateway._group.pid(0)  # type: ignore[attr-defined]
 
+    def keepers(self) -> Iterator[psutil.Process]:
+        for pid in self.worker_pids():
+            yield from (child for child in _children(pid) if "local.keeper" in _command(child))
+
     def sandboxes(self) -> Iterator[psutil.Process]:
         """Bubblewrap processes that the keepers started; below each is one sandbox."""
-        for pid in self.worker_pids():
-            for keeper in _children(pid):
-                yield from (child for child in _children(keeper.pid) if _name(child) == "bwrap")
+        for keeper in self.keepers():
+            yield from (child for child in _children(keeper.pid) if _name(child) == "bwrap")
 
     def sandbox_with(self, command: str) -> psutil.Process | None:
         """The sandbox in which a process with this command line runs."""
@@ -241,9 +267,9 @@ class Rig:
         """Everything of finished attempts that is still there."""
         found = [f"process {sandbox.pid} ({_name(sandbox)})" for sandbox in self.sandboxes()]
         for parent in set(cgroups.find().parents.values()):
-            found += [f"control group {group}" for group in Path(parent).glob(f"{cgroups.PREFIX}faults-*")]
+            found += [f"control group {group}" for group in Path(parent).glob(f"{cgroups.PREFIX}{self._run_id}-*")]
         live = {str(pid) for pid in self.worker_pids()}
-        owners = (self.cache_dir / "owners").glob("faults-*")
+        owners = (self.cache_dir / "owners").glob(f"{self._run_id}-*")
         found += [f"owner folder {folder}" for folder in owners if folder.name.split("-")[2] not in live]
         found += [f"mount {line}" for line in self._own_mounts() if line not in self._mounts]
         with urllib.request.urlopen(f"{self.gateway._url}/health", timeout=5) as response:
@@ -289,4 +315,11 @@ def _name(process: psutil.Process) -> str:
     try:
         return str(process.name())
     except psutil.NoSuchProcess:
+        return ""
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return ""

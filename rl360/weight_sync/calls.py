@@ -1,8 +1,8 @@
 """The same call to every engine at once, without one that hangs holding up the others.
 
 In: engines, a call. Out: which failed, and why. The clock of those that are still silent starts when the first of them
-has answered: all do the same work, so whoever takes much longer hangs. Where nobody answers there is nothing to compare
-with, and each call's own timeout ends it. What a failure means is left to rl360.weight_sync.sync.
+has answered: all do the same work, so whoever takes much longer hangs. Where nobody answers, what the call has taken
+before is all to compare with, or else its own timeout ends it. What a failure means is left to rl360.weight_sync.sync.
 """
 
 from __future__ import annotations
@@ -20,10 +20,19 @@ RESTART_HELPS = ("engine_refused", "engine_timeout", "engine_status_5")  # of fa
 
 
 async def each(
-    engines: Iterable[WeightEngine], call: Callable[[WeightEngine], Awaitable[object]], slow: bool = False
+    engines: Iterable[WeightEngine],
+    call: Callable[[WeightEngine], Awaitable[object]],
+    slow: bool = False,
+    usual_s: float | None = None,
 ) -> Failures:
     """What failed, by URL. An engine that is silent for its `straggler_s` longer than the first that succeeded, and for
-    three times as long as that took, is given up as `engine_timeout`. slow: the call moves or reads all weights."""
+    three times as long as that took, is given up as `engine_timeout`.
+
+    Args:
+        slow: the call moves or reads all weights.
+        usual_s: at most so much has the same call taken before: the clock starts no sooner, and also where nobody
+            succeeds. None: unknown.
+    """
     loop = asyncio.get_running_loop()
     began = loop.time()
     tasks = {asyncio.create_task(_one(engine, call)): engine for engine in engines}
@@ -32,7 +41,8 @@ async def each(
     first_s: float | None = None
     try:
         while waiting:
-            patience_s = _patience(tasks[next(iter(waiting))].straggler_s, first_s, slow)
+            known_s = max((s for s in (first_s, usual_s) if s is not None), default=None)
+            patience_s = _patience(tasks[next(iter(waiting))].straggler_s, known_s, slow)
             left_s = None if patience_s is None else max(0.0, began + patience_s - loop.time())
             done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
@@ -48,7 +58,10 @@ async def each(
         await asyncio.gather(*waiting, return_exceptions=True)
     for task in waiting:
         url = tasks[task].url
-        problem = f"no answer in {loop.time() - began:.1f} s, another engine's came in {first_s:.1f} s"
+        known = (
+            f"others took {usual_s:.1f} s at most" if first_s is None else f"another engine's came in {first_s:.1f} s"
+        )
+        problem = f"no answer in {loop.time() - began:.1f} s, {known}"
         failures[url] = f"engine_timeout: {url}: {problem}"
     return failures
 
@@ -61,11 +74,11 @@ async def _one(engine: WeightEngine, call: Callable[[WeightEngine], Awaitable[ob
     return None
 
 
-def _patience(straggler_s: float | None, first_s: float | None, slow: bool) -> float | None:
+def _patience(straggler_s: float | None, known_s: float | None, slow: bool) -> float | None:
     """Seconds from the start of a call; None: as long as the call's own timeout allows."""
-    if straggler_s is None or first_s is None:
+    if straggler_s is None or known_s is None:
         return None
-    return first_s + max(straggler_s * (SLOW if slow else 1.0), TIMES_THE_FIRST * first_s)
+    return known_s + max(straggler_s * (SLOW if slow else 1.0), TIMES_THE_FIRST * known_s)
 
 
 def restart_helps(failure: str) -> bool:

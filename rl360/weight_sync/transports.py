@@ -12,16 +12,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rl360.errors import EngineError
 from rl360.weight_sync.buckets import GPU_KERNEL, Expectation
 from rl360.weight_sync.calls import Failures, each
 from rl360.weight_sync.engine import WeightEngine
 from rl360.weight_sync.sources import BucketSpec, WeightSource, sources_of
 
+CONNECTING_S = 60.0  # of a first bucket; no clock, since a call's own timeout is not longer
 LEAVE_TIMEOUT_S = 5.0  # for an engine to leave a group that is given up
 
 
@@ -184,6 +187,7 @@ class BroadcastTransport(_Streamed):
         self._engines_per_group = engines_per_group
         self._groups: list[_Group] = []
         self._failures: Failures = {}
+        self._longest_s: float | None = None  # that one bucket has taken, of all transfers
 
     async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None:
         """Make the groups while the engines still generate."""
@@ -218,7 +222,7 @@ class BroadcastTransport(_Streamed):
                 failures[engine.url] = broken[group.name].get(engine.url, "another engine of its group failed")
         reached = {engine.url for group in whole for engine in group.engines}
         failures.update({url: "it was in no group" for url in wanted - reached if url not in failures})
-        await self._disband(broken)
+        await self._disband(broken, {url for url, problem in failures.items() if _is_gone(problem)})
         return failures
 
     async def _form(self, parts: Sequence[Sequence[WeightEngine]]) -> Failures:
@@ -252,47 +256,63 @@ class BroadcastTransport(_Streamed):
         return failures
 
     async def _broadcast(self, groups: Sequence[_Group]) -> dict[str, Failures]:
-        """Send everything to these groups; the broken ones by name, with what each engine in them said."""
+        """Send everything to these groups; the broken ones by name, with what each engine in them said.
+
+        One that hangs holds up its whole group, so nobody in it may be done: what buckets have taken before says how
+        long to wait. Before the first one only the call's own timeout does, because ranks connect in it.
+        """
         broken: dict[str, Failures] = {}
 
-        async def to_group(group: _Group, spec: BucketSpec) -> None:
-            said: Failures = {}
+        async def give_up(group: _Group, said: Failures) -> None:
+            """Nobody may wait for a rank that is gone: neither the source nor the engines beside it."""
+            first = group.name not in broken
+            broken.setdefault(group.name, {}).update(said)
+            if first:
+                await asyncio.to_thread(group.source.leave, group.name, True)
 
-            async def give_up() -> None:
-                """Nobody may wait for a rank that is gone: neither the source nor the engines beside it."""
-                if group.name not in broken:
-                    broken[group.name] = said
-                    await asyncio.to_thread(group.source.leave, group.name, True)
+        async def broadcast(group: _Group, spec: BucketSpec) -> None:
+            problem = await _outcome(asyncio.to_thread(group.source.broadcast, spec.index, group.name))
+            if problem is not None:
+                await give_up(group, {})
 
-            async def receive(engine: WeightEngine) -> None:
-                failed = await each([engine], lambda one: one.receive(spec, group.name))
-                if failed:
-                    said.update(failed)
-                    await give_up()
+        async def receive(going: Sequence[_Group], spec: BucketSpec) -> None:
+            of = {engine.url: group for group in going for engine in group.engines}
 
-            async def broadcast() -> None:
-                problem = await _outcome(asyncio.to_thread(group.source.broadcast, spec.index, group.name))
-                if problem is not None:
-                    await give_up()
+            async def one(engine: WeightEngine) -> None:
+                try:
+                    await engine.receive(spec, of[engine.url].name)
+                except EngineError as error:
+                    await give_up(of[engine.url], {engine.url: str(error)})
+                    raise
 
-            await asyncio.gather(broadcast(), *(receive(engine) for engine in group.engines))
+            everyone = [engine for group in going for engine in group.engines]
+            usual_s = CONNECTING_S if self._longest_s is None else self._longest_s
+            for url, problem in (await each(everyone, one, slow=True, usual_s=usual_s)).items():
+                await give_up(of[url], {url: problem})
 
         async def deliver(source: WeightSource, spec: BucketSpec) -> bool:
             going = [group for group in groups if group.source is source and group.name not in broken]
-            await asyncio.gather(*(to_group(group, spec) for group in going))
+            began = time.monotonic()
+            await asyncio.gather(receive(going, spec), *(broadcast(group, spec) for group in going))
+            if not any(group.name in broken for group in going):
+                self._longest_s = max(time.monotonic() - began, self._longest_s or 0.0)
             return any(group.name not in broken for group in groups)
 
         if groups:
             await self._pass(deliver)
         return broken
 
-    async def _disband(self, broken: Collection[str] = ()) -> None:
+    async def _disband(self, broken: Collection[str] = (), gone: Collection[str] = ()) -> None:
+        """End all groups. gone: engines that need not be asked to leave."""
+
         async def leave(group: _Group) -> None:
             async def ask(engine: WeightEngine) -> None:
                 async with asyncio.timeout(LEAVE_TIMEOUT_S):
                     await engine.leave(group.name)
 
-            asked = asyncio.gather(*(ask(engine) for engine in group.engines), return_exceptions=True)
+            asked = asyncio.gather(
+                *(ask(engine) for engine in group.engines if engine.url not in gone), return_exceptions=True
+            )
             await _outcome(asyncio.to_thread(group.source.leave, group.name, group.name in broken))
             await asked
 

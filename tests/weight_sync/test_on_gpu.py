@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from rl360.engine.engines import every_device
 from rl360.trainers.offload import Offloader
 from rl360.weight_sync.buckets import Expectation, RankHashes, bucketed, tensor_hash
 from rl360.weight_sync.sources import TensorSource
+from rl360.weight_sync.transports import free_port
 from tests.weight_sync.record_slices import CONFIGS, WAYS, weights_of
 from tests.weight_sync.sliced_server import Rank
 
@@ -86,6 +89,51 @@ def test_sglang_opens_our_handles_and_hashes_as_we_do() -> None:
         reader.stdin.close()
         reader.wait(timeout=60)
     assert reader.returncode == 0
+
+
+# Takes one broadcast, and then stands still.
+STOPS = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+from rl360.weight_sync.groups import join_group
+
+torch.cuda.set_device(1)
+group = join_group("127.0.0.1", int(sys.argv[1]), 1, 2, "g", "nccl", 60.0)
+flat = torch.empty(int(sys.argv[2]), dtype=torch.uint8, device="cuda:1")
+dist.broadcast(flat, src=0, group=group)
+torch.cuda.synchronize()
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.gpu
+def test_a_broadcast_that_nobody_takes_is_cut_off() -> None:
+    """What ends a hang inside a broadcast: see BroadcastTransport._broadcast."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("two ranks of one NCCL group cannot share a GPU")
+    size = 2**26  # more than what a rank sends ahead
+    weights = {name: torch.ones(size, dtype=torch.uint8, device="cuda:0") for name in "ab"}
+    source, port = TensorSource(weights.items), free_port("127.0.0.1")
+    source.begin(size, None)
+    reader = subprocess.Popen([sys.executable, "-c", STOPS, str(port), str(size)])
+    try:
+        source.join("g", port, 2, "nccl")
+        for index in (0, 1):
+            assert source.prepare() is not None
+            sending = threading.Thread(target=source.broadcast, args=(index, "g"), daemon=True)
+            sending.start()
+            sending.join(60.0 if index == 0 else 3.0)
+            assert sending.is_alive() == (index == 1)
+        began = time.monotonic()
+        source.leave("g", broken=True)
+        sending.join(10.0)
+        assert not sending.is_alive()
+        assert time.monotonic() - began < 10.0
+        assert torch.equal(torch.ones(3, device="cuda:0").cpu(), torch.ones(3))  # the device goes on
+    finally:
+        reader.kill()
+        reader.wait()
 
 
 @pytest.mark.gpu

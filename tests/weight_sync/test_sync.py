@@ -23,6 +23,7 @@ from rl360.gateway.engine_pool import EnginePool
 from rl360.gateway.routes import LeastLoaded
 from rl360.serving.fleet import Fleet
 from rl360.types import Sampling
+from rl360.weight_sync.engine import WeightEngine
 from rl360.weight_sync.sources import BucketSpec, TensorSource
 from rl360.weight_sync.sync import FixedSet, FleetSync
 from rl360.weight_sync.transports import BroadcastTransport, DiskTransport, HandleTransport, Transport
@@ -207,19 +208,20 @@ class Killing(TensorSource):
     """Kills a server when bucket 2 has been laid flat."""
 
     victim: Callable[[], None]
+    done = False
 
     def prepare(self) -> BucketSpec | None:
         spec = super().prepare()
-        if spec is not None and spec.index == 2 and not hasattr(self, "_done"):
-            self._done = True
+        if spec is not None and spec.index == 2 and not self.done:
+            self.done = True
             self.victim()
         return spec
 
 
-def kill_server(fleet: Fleet, url: str) -> None:
+def kill_server(fleet: Fleet, url: str, signum: int = signal.SIGKILL) -> None:
     keeper = fleet.pid(url)
     for child in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
-        os.kill(int(child), signal.SIGKILL)
+        os.kill(int(child), signum)
 
 
 @pytest.mark.parametrize("kind", ["ipc", "nccl"])
@@ -248,6 +250,48 @@ def test_an_engine_killed_mid_sync_is_replaced_not_waited_for(
     assert checksum(dead) == checksum(other)
     assert greedy(dead)["meta_info"]["weight_version"] == "1"
     sync.close()
+
+
+@pytest.mark.parametrize(("num_servers", "per_group"), [(2, 0), (2, 1), (1, 0)])
+def test_an_engine_that_hangs_in_a_broadcast_is_given_up_by_what_buckets_took_before(
+    num_servers: int, per_group: int, folder: Path, tmp_path: Path
+) -> None:
+    """The call's own timeout is 20 s; three times `straggler_s` is 3 s."""
+    fleet = embedded_fleet(folder, tmp_path / "logs", num_servers)
+    fleet.start()
+    hung = fleet.urls()[0]
+    source: list[Killing] = []
+
+    def stopping(trainer: StubTrainer) -> TensorSource:
+        # Gloo, unlike NCCL, cannot cut off a send: it ends by the group's timeout.
+        source.append(Killing(trainer.tensors, group_timeout_s=5.0))
+        source[0].victim = lambda: kill_server(fleet, hung, signal.SIGSTOP)
+        return source[0]
+
+    def engine(url: str) -> WeightEngine:
+        made = make_engine(url)
+        made.straggler_s = 1.0
+        return made
+
+    trainer = StubTrainer(folder, seed=11, source=stopping)
+    sync = FleetSync(fleet, transport("nccl", tmp_path, engines_per_group=per_group), engine)
+    source[0].done = True
+    sync.sync(trainer, 0)
+    fleet.bring_up = sync.bring_up
+    source[0].done = False
+    began = time.monotonic()
+    report = sync.sync(trainer, trainer.step())
+    try:
+        assert 3.0 < time.monotonic() - began < 12.0
+        assert hung in report.dropped
+        if per_group == 1:  # with one group for all, gloo may or may not let the other one go
+            assert report.confirmed == fleet.urls()[1:]
+        eventually(lambda: set(fleet.serving()) == set(fleet.urls()))
+        assert {greedy(url)["meta_info"]["weight_version"] for url in fleet.urls()} == {"1"}
+        assert len({checksum(url) for url in fleet.urls()}) == 1
+    finally:
+        fleet.close()
+        sync.close()
 
 
 def test_a_replacement_waits_for_the_sync_that_is_due(mortal_fleet: Fleet, folder: Path, tmp_path: Path) -> None:

@@ -257,10 +257,12 @@ AGENT_ERROR = (
 )
 DISK_FULL = "No space left on device"  # strerror(ENOSPC): the host's disk, since a full sandbox is reported apart
 
+_ELSEWHERE = ("model_", "sandbox_build", "sandbox_start_timeout")  # causes: the engine's side, and a new sandbox
 
 # Ends of a verifier without a verdict. The task is to blame, unless the same tests judged another attempt of its group.
 NO_VERDICT = frozenset({"verifier_timeout", "verifier_no_reward", "verifier_garbage"})
 INTERRUPTED = "interrupted"  # in a trial's metadata: something outside ended its sandbox, or a process in it
+HOSTS_FAILURE = "hosts_failure"  # in a trial's metadata: this machine was at its end, and not the sandbox
 # In a trial's metadata, as "class name: message": what failed after the failure that the trial is known by.
 LATER_FAILURE = "later_failure"
 OFFLINE = "offline"  # in a trial's metadata: its sandboxes had no network that tests could have waited for
@@ -330,7 +332,7 @@ def _of_trial(trial: TrialResult, session: Session, agent_timeout_s: float) -> V
     if trial.agent_metadata.get(INTERRUPTED):
         # A test script that goes on after its program was killed writes a 0, and a command that was killed looks done.
         return classify_cause("sandbox_died")
-    if not has_verdict and (resource := trial.agent_metadata.get("exhausted")):
+    if not has_verdict and (resource := trial.agent_metadata.get("exhausted")) and not _failed_elsewhere(trial):
         # The policy used up its own sandbox (memory, disk, lifetime): the verifier had no ground left to stand on.
         return Verdict(Action.SCORE_ZERO, Stop.AGENT_ERROR, f"exhausted_{resource}")
     own_s = trial.timings.agent_s - (session.engine_wait_s - session.sampling_s)
@@ -364,6 +366,14 @@ def _of_trial(trial: TrialResult, session: Session, agent_timeout_s: float) -> V
             return under_it  # its own end left it a verdict, which it lost to what failed under the tests
         return Verdict(Action.SCORE_ZERO, stop, name)
     return _infrastructure(row, trial.exception_message or "")
+
+
+def _failed_elsewhere(trial: TrialResult) -> bool:
+    """Whether what failed cannot come of a used-up sandbox. One can run into a limit and go on well after it."""
+    if trial.agent_metadata.get(HOSTS_FAILURE):
+        return True
+    row = EXCEPTIONS.get(trial.exception_type or "")
+    return row is not None and not row.agents and row.cause.startswith(_ELSEWHERE)
 
 
 def _row(name: str) -> Row:

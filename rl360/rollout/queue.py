@@ -45,6 +45,7 @@ from rl360.types import (
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 10.0  # for open trials to clean up their sandboxes when the queue closes
+DISCARD_TRIES = 3  # a proxy that stood still takes its time, and may have opened the session after all
 REQUEUE_PAUSE_S = 0.25  # before the second try, doubled before each later one: what failed may be on its way back
 
 
@@ -376,10 +377,14 @@ class QueueRollout:
                 self._lives[rank] += 1
 
     async def _discard(self, spec: AttemptSpec) -> None:
-        try:
-            await asyncio.wait_for(self._gateway.discard(spec.try_id), STOP_GRACE_S)
-        except (TimeoutError, InfrastructureError) as error:
-            log.warning("session %s was not discarded: %s", spec.try_id, error)  # a new proxy has none of it
+        for _ in range(DISCARD_TRIES):
+            try:
+                await asyncio.wait_for(self._gateway.discard(spec.try_id), STOP_GRACE_S)
+                break
+            except (TimeoutError, InfrastructureError) as error:
+                log.warning("session %s was not discarded: %s", spec.try_id, error)
+                if getattr(error, "cause", "proxy_timeout") != "proxy_timeout":
+                    break  # a new proxy has none of it
 
 
 def _trial_error(trial: TrialResult | None) -> str:

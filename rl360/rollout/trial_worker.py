@@ -17,9 +17,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rl360.rollout.failures import AGENT_ERROR, INTERRUPTED, LATER_FAILURE, OFFLINE
+from rl360.rollout.failures import AGENT_ERROR, HOSTS_FAILURE, INTERRUPTED, LATER_FAILURE, OFFLINE
 from rl360.types import AttemptSpec, Timings, TrialResult
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _HARBOR_ENV = {"HARBOR_TELEMETRY": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 _LOCAL_SANDBOX = "rl360.sandboxes.local:LocalSandbox"
-_Failure = tuple[str, str]  # class name and message of what was raised
 _OWN_SANDBOXES = "rl360.sandboxes."  # their constructors take the fields of SandboxConfig; others only their kwargs
 _SANDBOX_FIELDS = (
     "network", "memory_mib", "cpus", "pids", "disk_mib", "lifetime_s", "start_timeout_s", "base", "unprivileged",
@@ -41,6 +40,14 @@ _SANDBOX_FIELDS = (
 _MAX_MESSAGE_CHARS = 4000
 _MAX_REWARD = 1e6  # of either sign; more is no score but a broken or a fooled test, and would swamp a group's mean
 _MAX_REWARD_KEYS = 100
+
+
+class _Failure(NamedTuple):
+    """What was raised. hosts: because this machine was at its end."""
+
+    name: str
+    message: str
+    hosts: bool = False
 
 
 class TrialWorker:
@@ -144,12 +151,12 @@ class TrialWorker:
                 watch = AgentWatch(trial)
                 await trial.run()
         except TimeoutError:
-            failure = ("TrialTimeoutError", f"the trial took more than {self._trial_timeout_s} s")
+            failure = _Failure("TrialTimeoutError", f"the trial took more than {self._trial_timeout_s} s")
         except asyncio.CancelledError:
             await asyncio.to_thread(shutil.rmtree, trial_dir, True)
             raise
         except Exception as error:  # Harbor raises anything from a task's own settings; all of it is the trial's result
-            failure = (type(error).__name__, str(error))
+            failure = _Failure(type(error).__name__, str(error))
         finally:
             _forget_loggers(name)
         own = watch.error if watch is not None else None
@@ -189,11 +196,14 @@ class TrialWorker:
 
 def _failures_of(trial: Trial) -> list[_Failure]:
     """Every failure that the trial will record, in order. Harbor keeps the first one."""
+    from rl360.agents.blame import hosts_failure
+
     failures: list[_Failure] = []
     record = trial._record_exception
 
     def remembering(error: BaseException) -> None:
-        failures.append((type(error).__name__, _whole_message(error)))
+        hosts = hosts_failure(error, trial.agent_environment)
+        failures.append(_Failure(type(error).__name__, _whole_message(error), hosts))
         record(error)
 
     trial._record_exception = remembering
@@ -231,27 +241,31 @@ def _map(
     timings = Timings(queue_s=queue_s, total_s=queue_s + total_s)
     lost: _Failure | None = None  # an artifact: what the tests said is not about the answer
     if separate is not None and separate.failed is not None:
-        lost = ("SandboxDied", f"an artifact could not be taken from it: {separate.failed}")
+        lost = _Failure("SandboxDied", f"an artifact could not be taken from it: {separate.failed}")
     if harbor is not None:
+        if failure is None and recorded:
+            failure = recorded[0]
         if failure is None and harbor.exception_info is not None:
-            failure = (harbor.exception_info.exception_type, harbor.exception_info.exception_message)
+            failure = _Failure(harbor.exception_info.exception_type, harbor.exception_info.exception_message)
         if failure is None and lost is not None:
             failure = lost
         if harbor.agent_result is not None:
             metadata.update(harbor.agent_result.metadata or {})
-        for key in (AGENT_ERROR, INTERRUPTED, LATER_FAILURE, "exhausted"):  # ours to say
+        for key in (AGENT_ERROR, HOSTS_FAILURE, INTERRUPTED, LATER_FAILURE, "exhausted"):  # ours to say
             metadata.pop(key, None)
         if later := [*recorded[1:], *([lost] if lost is not None else [])]:
-            metadata[LATER_FAILURE] = ": ".join(later[0])[:_MAX_MESSAGE_CHARS]
+            metadata[LATER_FAILURE] = f"{later[0].name}: {later[0].message}"[:_MAX_MESSAGE_CHARS]
+        if lost is not None or any(one.hosts for one in recorded):
+            metadata[HOSTS_FAILURE] = True
         if agents_own is not None:
-            own = (type(agents_own).__name__, str(agents_own))
-            if failure is None or failure[0] != own[0]:  # a later failure of the same name must not pass for this one
-                metadata[AGENT_ERROR] = own[0]
+            own = _Failure(type(agents_own).__name__, str(agents_own))
+            if failure is None or failure.name != own.name:  # a later failure of the same name must not pass for it
+                metadata[AGENT_ERROR] = own.name
             failure = failure or own
         if lost is None and harbor.verifier_result is not None and harbor.verifier_result.rewards:
             rewards = {key: float(value) for key, value in harbor.verifier_result.rewards.items()}
             if len(rewards) > _MAX_REWARD_KEYS or any(not abs(value) <= _MAX_REWARD for value in rewards.values()):
-                failure = ("VerifierOutputParseError", f"{len(rewards)} rewards, or one beyond {_MAX_REWARD:g}")
+                failure = _Failure("VerifierOutputParseError", f"{len(rewards)} rewards, or one beyond {_MAX_REWARD:g}")
                 rewards = None
         timings = Timings(
             queue_s=queue_s,
@@ -272,8 +286,8 @@ def _map(
     return TrialResult(
         try_id=spec.try_id,
         rewards=rewards,
-        exception_type=failure[0] if failure else None,
-        exception_message=failure[1][:_MAX_MESSAGE_CHARS] if failure else None,
+        exception_type=failure.name if failure else None,
+        exception_message=failure.message[:_MAX_MESSAGE_CHARS] if failure else None,
         agent_metadata=metadata,
         timings=timings,
         trial_dir=trial_dir,

@@ -153,6 +153,32 @@ def test_a_policy_that_used_up_its_sandbox_scores_zero_even_without_a_verdict():
     assert classify(trial(None, {"reward": 1.0}, exhausted="memory"), session(), BUDGET_S).action is Action.TRAIN
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "cause"),
+    [
+        ("DownloadVerifierDirError", "failed: [Errno 28] No space left on device", "disk_full"),
+        ("SandboxDied", "an artifact could not be taken from it", "sandbox_died"),
+        ("APIConnectionError", "refused", "model_unreachable"),
+        ("SandboxBuildFailedError", "a new one for the tests did not start", "sandbox_build"),
+    ],
+)
+def test_a_limit_that_was_run_into_before_something_else_failed(name: str, text: str, cause: str) -> None:
+    hosts = name in ("DownloadVerifierDirError", "SandboxDied")
+    ended = replace(trial(name, None, exhausted="memory", hosts_failure=hosts), exception_message=text)
+    verdict = classify(ended, session(), BUDGET_S)
+    assert (verdict.action, verdict.cause) == (Action.REQUEUE, cause)
+
+
+@pytest.mark.parametrize("name", ["RuntimeError", "MemoryLimitExceededError", "RewardFileNotFoundError", "ApiError"])
+def test_a_limit_that_can_have_ended_it(name: str) -> None:
+    verdict = classify(trial(name, None, exhausted="memory"), session(), BUDGET_S)
+    assert (verdict.action, verdict.cause) == (Action.SCORE_ZERO, "exhausted_memory")
+    full = replace(
+        trial("DownloadVerifierDirError", None, exhausted="disk"), exception_message="No space left on device"
+    )
+    assert classify(full, session(), BUDGET_S).action is Action.SCORE_ZERO
+
+
 @pytest.mark.parametrize("rewards", [None, {"reward": 0.0}, {"reward": 1.0}])
 @pytest.mark.parametrize("name", [None, "AgentTimeoutError", "RuntimeError"])
 def test_no_verdict_counts_of_a_sandbox_that_was_interrupted(name, rewards):

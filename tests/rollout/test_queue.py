@@ -356,6 +356,30 @@ def test_drain_names_what_was_open_and_discards_its_sessions(make_queue):
     assert gateway.open_sessions == set()
 
 
+def test_a_session_that_a_standing_proxy_opened_late_is_discarded(make_queue):
+    queue, _, gateway, recorder = make_queue(lambda spec: ({"reward": 1.0}, None))
+    real_open, real_discard, lost = gateway.open, gateway.discard, []
+
+    async def late(spec):
+        url = await real_open(spec)
+        if spec.try_number == 0:
+            raise InfrastructureError("proxy_timeout", "no answer")
+        return url
+
+    async def standing_still(try_id):
+        if not lost:
+            lost.append(try_id)
+            raise InfrastructureError("proxy_timeout", "no answer")
+        await real_discard(try_id)
+
+    gateway.open, gateway.discard = late, standing_still
+    queue.submit(make_group(1))
+    (attempt,) = queue.next(0, 10.0).attempts
+    assert (attempt.valid, [cause for _, cause in recorder.requeued]) == (True, ["proxy_timeout"])
+    assert gateway.discarded == lost
+    assert gateway.open_sessions == set()
+
+
 def test_a_group_reward_sees_the_whole_group(make_queue):
     class Rank:
         name, scope, required = "rank", "group", False

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import math
 import os
 import secrets
 import shlex
@@ -84,7 +85,7 @@ class SandboxProcess:
         self._ready: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[dict[str, Any]] | None = None
         self._lost_by_itself = False
-        self._oom_kills = 0  # of the kernel, by its own limit, when it last answered
+        self._oom_kills = 0.0  # of the kernel, by its own limit, when it last answered
         self._halted = self._stopped = False
 
     @property
@@ -217,7 +218,7 @@ class SandboxProcess:
             try:
                 async with asyncio.timeout(timeout_s):
                     code = await future
-                self._oom_kills = cgroups.oom_kills(self._memory_group())[0]
+                self._oom_kills = self._own_oom_kills()
             except (TimeoutError, asyncio.CancelledError):
                 self._kill_command(name)
                 raise
@@ -228,9 +229,14 @@ class SandboxProcess:
                 with contextlib.suppress(OSError):
                     os.unlink(f"{name}.{suffix}", dir_fd=self._control_fd)
 
-    def _memory_group(self) -> list[str]:
+    def _own_oom_kills(self) -> float:
+        """inf: it has ended since it answered, which nobody saw while this worker stood still."""
         parent = self.plan.hierarchy.parents.get("memory")
-        return [os.path.join(parent, cgroups.PREFIX + self.name)] if parent is not None else []
+        if parent is None:
+            return 0
+        group = os.path.join(parent, cgroups.PREFIX + self.name)
+        kills = cgroups.oom_kills([group])[0]
+        return kills if os.path.exists(group) else math.inf
 
     def _kill_command(self, name: str) -> None:
         group = self._groups.pop(name, None)

@@ -14,11 +14,12 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from rl360.types import Attempt, Task
@@ -61,6 +62,7 @@ class Known:
 
     task: Task
     reward: float
+    turns: int
 
 
 def known_task(rig: Rig, rng: random.Random, name: str) -> Known:
@@ -85,7 +87,7 @@ def known_task(rig: Rig, rng: random.Random, name: str) -> Known:
     mode = rng.choice(["", "", "shared", "separate"])
     task = rig.task(name, cue, rng.choice(_TESTS), dockerfile, mode)
     (task.path / "tests/look.sh").write_text(_LOOK)
-    return Known(task, float(right))
+    return Known(task, float(right), turns)
 
 
 @dataclass(frozen=True)
@@ -266,14 +268,18 @@ def run(rig: Rig, seed: int, num_groups: int, group_size: int = 2, kinds: Sequen
             outcome.attempts += rig.next(150.0)
     outcome.hits = chaos.counts()
     requeued = {name: causes[len(before.get(name, [])) :] for name, causes in rig.requeued.items()}
+    sampled = {(sample.prompt, sample.ids): sample.logprobs for sample in rig.engine.model.samples}
     for attempt in outcome.attempts:
         right = known[attempt.spec.task.task_id].reward
+        turns = known[attempt.spec.task.task_id].turns
         causes = requeued.get(attempt.spec.attempt_id, [])
         outcome.causes.update(causes if attempt.valid else [*causes, str(attempt.cause)])
         if attempt.valid and attempt.reward != right:
             outcome.wrong.append(f"{attempt.spec.try_id}: {attempt.reward}, not {right} ({_story(attempt, causes)})")
         if not attempt.valid and (attempt.reward is not None or not causes):
             outcome.wrong.append(f"{attempt.spec.try_id}: invalid ({_story(attempt, causes)})")
+        if attempt.valid and (len(attempt.turns) != turns or _sampled_turns(attempt, sampled) != turns):
+            outcome.wrong.append(f"{attempt.spec.try_id}: not the {turns} replies of the engine")
     outcome.wrong += _unexplained(outcome.causes, chaos.hits)
     with contextlib.suppress(AssertionError):  # the next look names what is left
         wait_for(lambda: not rig.leaks(), 15.0)
@@ -285,6 +291,18 @@ def run(rig: Rig, seed: int, num_groups: int, group_size: int = 2, kinds: Sequen
     outcome.wrong += rig.books()
     outcome.seconds = time.monotonic() - began
     return outcome
+
+
+def _sampled_turns(attempt: Attempt, sampled: Mapping[tuple[tuple[int, ...], tuple[int, ...]], Any]) -> int:
+    """How many of its trained pieces are what the engine sampled, to the prompt just so, with these logprobs."""
+    found = 0
+    for segment in attempt.segments:
+        edges = np.flatnonzero(np.diff(segment.loss_mask_T.astype(np.int8), prepend=0, append=0))
+        ids = [int(i) for i in segment.token_ids_T]
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            logprobs = sampled.get((tuple(ids[:start]), tuple(ids[start:end])))
+            found += logprobs is not None and np.allclose(segment.logprobs_T[start:end], logprobs)
+    return found
 
 
 def _unexplained(causes: Counter[str], hits: Sequence[Hit]) -> list[str]:

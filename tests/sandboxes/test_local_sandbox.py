@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -604,3 +605,20 @@ async def test_a_transfer_that_was_given_up_does_not_go_on_in_another_sandbox(
     if is_free:
         os.close(number)
     assert await out(another, "ls /app") == ""
+
+
+async def test_a_command_that_this_machine_could_not_run_gives_no_verdict(
+    start_sandbox: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many agents take what a sandbox raises for a command's output, and go on without what it should have done."""
+
+    def none_left(*_: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    s = await start_sandbox()
+    monkeypatch.setattr(SandboxProcess, "_write", none_left)
+    with pytest.raises(RuntimeError, match="Too many open files"):
+        await s.exec("echo right > answer")
+    monkeypatch.undo()
+    assert await out(s, "ls") == ""
+    assert s.interrupted == "this machine could not run a command: Too many open files"

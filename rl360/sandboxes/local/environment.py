@@ -31,7 +31,7 @@ from rl360.sandboxes.local.dockerfile import DockerfileError, Image, parse
 from rl360.sandboxes.local.host import Host, close_hosts, open_host
 from rl360.sandboxes.local.namespace import DONE_INSIDE, SandboxDied, SandboxProcess
 from rl360.sandboxes.local.plan import DEFAULT_PATH, Plan
-from rl360.sandboxes.local.syscalls import raise_hosts
+from rl360.sandboxes.local.syscalls import OF_THE_HOST, raise_hosts
 from rl360.sandboxes.local.threads import in_thread
 from rl360.sandboxes.local.users import UnknownUser, find_user, home_of
 from rl360.sandboxes.shared import (
@@ -316,6 +316,8 @@ class LocalSandbox(BaseEnvironment):
             raise RuntimeError(printable(str(error))) from error
         except (SandboxDied, OSError, ValueError) as error:
             await self.stop(delete=True) if isinstance(error, SandboxDied) else None
+            if isinstance(error, OSError) and error.errno in OF_THE_HOST:  # an agent may go on as if it had failed
+                self.interrupted = self.interrupted or f"this machine could not run a command: {error.strerror}"
             if self.exhausted == "memory":
                 raise MemoryLimitExceededError(f"{error} (memory limit {self._memory_mib} MiB)") from error
             raise RuntimeError(f"{error}{f' ({self.exhausted} limit)' if self.exhausted else ''}") from error

@@ -53,6 +53,7 @@ _FAULT_FIRST = """#!/bin/bash
 echo 1 > /logs/verifier/reward.txt
 bash -c 'sleep 0.05; bash /tests/look.sh' || echo 0 > /logs/verifier/reward.txt
 """
+_Reply = tuple[tuple[int, ...], tuple[int, ...]]  # prompt and sampled ids
 _TESTS = (_FINDS_IT_RIGHT, _FINDS_A_FAULT, _FAULT_FIRST)
 
 
@@ -268,7 +269,9 @@ def run(rig: Rig, seed: int, num_groups: int, group_size: int = 2, kinds: Sequen
             outcome.attempts += rig.next(150.0)
     outcome.hits = chaos.counts()
     requeued = {name: causes[len(before.get(name, [])) :] for name, causes in rig.requeued.items()}
-    sampled = {(sample.prompt, sample.ids): sample.logprobs for sample in rig.engine.model.samples}
+    sampled: dict[_Reply, list[Sequence[float]]] = {}  # several may be the same but for their logprobs
+    for sample in rig.engine.model.samples:
+        sampled.setdefault((sample.prompt, sample.ids), []).append(sample.logprobs)
     for attempt in outcome.attempts:
         right = known[attempt.spec.task.task_id].reward
         turns = known[attempt.spec.task.task_id].turns
@@ -279,7 +282,8 @@ def run(rig: Rig, seed: int, num_groups: int, group_size: int = 2, kinds: Sequen
         if not attempt.valid and (attempt.reward is not None or not causes):
             outcome.wrong.append(f"{attempt.spec.try_id}: invalid ({_story(attempt, causes)})")
         if attempt.valid and (len(attempt.turns) != turns or _sampled_turns(attempt, sampled) != turns):
-            outcome.wrong.append(f"{attempt.spec.try_id}: not the {turns} replies of the engine")
+            what = f"{len(attempt.turns)} turns, {_sampled_turns(attempt, sampled)} of the engine's, not {turns}"
+            outcome.wrong.append(f"{attempt.spec.try_id}: {what} ({_story(attempt, causes)})")
     outcome.wrong += _unexplained(outcome.causes, chaos.hits)
     with contextlib.suppress(AssertionError):  # the next look names what is left
         wait_for(lambda: not rig.leaks(), 15.0)
@@ -293,15 +297,15 @@ def run(rig: Rig, seed: int, num_groups: int, group_size: int = 2, kinds: Sequen
     return outcome
 
 
-def _sampled_turns(attempt: Attempt, sampled: Mapping[tuple[tuple[int, ...], tuple[int, ...]], Any]) -> int:
+def _sampled_turns(attempt: Attempt, sampled: Mapping[_Reply, Sequence[Sequence[float]]]) -> int:
     """How many of its trained pieces are what the engine sampled, to the prompt just so, with these logprobs."""
     found = 0
     for segment in attempt.segments:
         edges = np.flatnonzero(np.diff(segment.loss_mask_T.astype(np.int8), prepend=0, append=0))
         ids = [int(i) for i in segment.token_ids_T]
         for start, end in zip(edges[::2], edges[1::2], strict=True):
-            logprobs = sampled.get((tuple(ids[:start]), tuple(ids[start:end])))
-            found += logprobs is not None and np.allclose(segment.logprobs_T[start:end], logprobs)
+            of_engine = sampled.get((tuple(ids[:start]), tuple(ids[start:end])), [])
+            found += any(np.allclose(segment.logprobs_T[start:end], logprobs) for logprobs in of_engine)
     return found
 
 

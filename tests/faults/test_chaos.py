@@ -27,7 +27,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 @pytest.mark.parametrize(("seed", "kinds"), [(1, SANDBOXES), (2, ())], ids=["of sandboxes", "of all kinds"])
 def test_no_fault_gives_a_wrong_reward_or_leaves_anything(rig: Rig, seed: int, kinds: tuple[str, ...]) -> None:
-    outcome = chaos.run(rig, seed, num_groups=10, kinds=kinds)
+    outcome = chaos.run(rig, seed, num_groups=20, kinds=kinds)
     assert outcome.wrong == []
-    assert sum(outcome.hits.values()) >= 5
+    assert sum(outcome.hits.values()) >= 3
     assert sum(attempt.valid for attempt in outcome.attempts) >= 5

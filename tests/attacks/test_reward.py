@@ -106,11 +106,14 @@ async def test_nothing_outside_of_the_artifacts_survives(tmp_path: Path, cache: 
     names = ("hooks-of-python", "python-library", "path-shims", "startup-files", "loader-settings", "setuid-shell")
     parts = [*(f"( {EVERY[name]} )" for name in names), "touch /new /usr/new /etc/new /root/new /tmp/new"]
     everything = "\n".join(parts)
-    results = await kit.attack(task, {"nothing": "true", "everything": everything}, tmp_path, cache, at_once=1)
-    seen = {name: (r.trial_dir / "verifier/files.txt").read_text() for name, r in results.items()}
-    assert len(seen["nothing"].splitlines()) > 1000
-    assert "/usr/bin/env" in seen["nothing"]
-    differing = set(seen["nothing"].splitlines()) ^ set(seen["everything"].splitlines())
+    # Before and after: programs of this machine write to its /usr meanwhile, compiled Python for one.
+    scripts = {"before": "true", "everything": everything, "after": "true"}
+    results = await kit.attack(task, scripts, tmp_path, cache, at_once=1)
+    seen = {n: set((r.trial_dir / "verifier/files.txt").read_text().splitlines()) for n, r in results.items()}
+    assert len(seen["before"]) > 1000
+    assert any("/usr/bin/env" in line for line in seen["before"])
+    differing = seen["everything"] - (seen["before"] | seen["after"])
+    differing |= (seen["before"] & seen["after"]) - seen["everything"]
     assert [line for line in differing if "/usr/local/bin/pytest" in line or "/app" not in line] == []
 
 

@@ -265,14 +265,16 @@ class _Simulation:
         self._version += 1
         self._pause(False)
         by_version = [(trained_at - v, n) for attempt in attempts for v, n in attempt.versions.items()]
+        oldest = max((age for age, _ in by_version), default=0)
+        counted = sum(n for _, n in by_version)
         return IterationRow(
             began_s=began,
             wait_s=waited,
             train_s=train_s,
             publish_s=setup.publish_s,
             tokens=tokens,
-            staleness_max=max((age for age, _ in by_version), default=0),
-            staleness_mean=sum(age * n for age, n in by_version) / tokens if tokens else 0.0,
+            staleness_max=oldest,
+            staleness_mean=min(sum(age * n for age, n in by_version) / counted, oldest) if counted else 0.0,  # rounding
             mixed_versions_share=sum(len(attempt.versions) > 1 for attempt in attempts) / len(attempts),
             groups_ahead=ahead,
             groups=tuple(group.key for group in groups),

@@ -94,6 +94,8 @@ def sglang_fleet(
     )
     visible = every_device() if config.rollout.sync == "ipc" else ()
     plan = launches(flags, ports, server_devices(config), visible)
+    if not (own_gpus(config) or settings.devices or settings.colocated):
+        log.warning("there are too few GPUs: the servers share the trainer's, and both keep all their memory")
     fleet = Fleet(plan, run_dir / "logs", watch, api_key)
     stack.callback(fleet.close)
     return fleet
@@ -185,10 +187,7 @@ def server_devices(config: RootConfig) -> list[str]:
     found = devices(settings)
     if settings.devices or settings.colocated or not found:
         return found
-    if isinstance(trainer, MegatronTrainerConfig):
-        taken = trainer.num_gpus
-    else:
-        taken = 0 if getattr(trainer, "device", "auto") == "cpu" else 1
+    taken = _num_trainer_gpus(config)
     needed = settings.num_servers * settings.tensor_parallel_size
     if len(found) - taken >= needed:
         return found[taken:]
@@ -197,7 +196,6 @@ def server_devices(config: RootConfig) -> list[str]:
         raise ConfigError(f"rollout.sglang: {problem}; try fewer servers, or rollout.sglang.colocated=true")
     if config.rollout.sync == "nccl":
         raise ConfigError(f"rollout.sync: nccl, and {problem}: two ranks of one group cannot share a GPU; try ipc")
-    log.warning("%s: they share GPUs and keep all their memory", problem)
     return found
 
 
@@ -208,13 +206,16 @@ def own_gpus(config: RootConfig) -> bool:
     """
     if config.rollout.sglang.colocated:
         return False
-    visible, servers = every_device(), server_devices(config)
-    if isinstance(config.trainer, MegatronTrainerConfig):
-        taken = visible[: config.trainer.num_gpus]
-    else:
-        taken = [] if getattr(config.trainer, "device", "auto") == "cpu" else visible[:1]
-    used = servers[: config.rollout.sglang.num_servers * config.rollout.sglang.tensor_parallel_size]
+    taken = every_device()[: _num_trainer_gpus(config)]
+    used = server_devices(config)[: config.rollout.sglang.num_servers * config.rollout.sglang.tensor_parallel_size]
     return not set(taken) & set(used)
+
+
+def _num_trainer_gpus(config: RootConfig) -> int:
+    """It takes the first ones that this process may see."""
+    if isinstance(config.trainer, MegatronTrainerConfig):
+        return config.trainer.num_gpus
+    return 0 if getattr(config.trainer, "device", "auto") == "cpu" else 1
 
 
 def devices(settings: SGLangConfig) -> list[str]:

@@ -146,7 +146,7 @@ class TrialWorker:
                 from rl360.rollout.agent_watch import AgentWatch
                 from rl360.rollout.verification import isolate
 
-                recorded = _failures_of(trial)
+                recorded = _remember_failures(trial)
                 separate = isolate(trial)
                 watch = AgentWatch(trial)
                 await trial.run()
@@ -194,8 +194,8 @@ class TrialWorker:
         )
 
 
-def _failures_of(trial: Trial) -> list[_Failure]:
-    """Every failure that the trial will record, in order. Harbor keeps the first one."""
+def _remember_failures(trial: Trial) -> list[_Failure]:
+    """A list that gets every failure as the trial records it. Harbor keeps the first one."""
     from rl360.agents.blame import hosts_failure
 
     failures: list[_Failure] = []

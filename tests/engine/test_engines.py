@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl360.config.schemas import MegatronTrainerConfig, RootConfig, TorchTrainerConfig
-from rl360.engine.engines import require_methods, server_devices
+from rl360.engine.engines import own_gpus, require_methods, server_devices
 from rl360.errors import CheckpointError, ConfigError
 from rl360.trainers.megatron.trainer import MegatronTrainer
 from rl360.trainers.torch_trainer import TorchTrainer
@@ -153,6 +153,19 @@ def test_a_head_that_is_missing_or_too_much_is_named_before_servers_start(tied, 
             engines.sglang_engines(made, model, tmp_path, None, stack, trainer, fleet)
 
 
+@pytest.mark.parametrize(("visible", "devices", "said"), [("0", [], 1), ("0", [0], 0), ("0,1", [], 0)])
+def test_servers_on_the_trainers_own_gpu_are_warned_of_once(visible, devices, said, monkeypatch, tmp_path, caplog):
+    from rl360.engine import build
+
+    made = config(visible, monkeypatch, devices=devices)
+    made.model.name, made.paths.models = "m", str(tmp_path)
+    made.rollout.engine, made.rollout.sync = "sglang", "ipc"
+    with ExitStack() as stack:
+        assert build.make_fleet(made, tmp_path, stack) is not None
+        own_gpus(made)
+    assert sum("share the trainer's" in line for line in caplog.messages) == said
+
+
 def test_servers_for_weights_that_never_change_start_too(monkeypatch, tmp_path):
     """`rl360 tasks calibrate rollout=sglang`: what stands in for a trainer publishes nothing."""
     from rl360.engine import build, engines
@@ -188,7 +201,7 @@ def test_servers_begin_beside_a_trainer_with_whom_they_share_no_gpu(
 
     made = config(visible, monkeypatch, **sglang)
     made.trainer = trainer
-    assert engines.own_gpus(made) is expected
+    assert own_gpus(made) is expected
 
     made.model.name, made.paths.models = "m", str(tmp_path)
     made.rollout.engine, made.rollout.sync = "sglang", "ipc"

@@ -81,16 +81,20 @@ async def _stop_after_it_ended(keeper: Keeper, plan: Plan) -> bool:
     return False
 
 
+def _plan(cache_dir: Path, disk_mib: int) -> Plan:
+    report, base = abilities.probe(), rootfs.resolve("auto", cache_dir)
+    hierarchy, limits = cgroups.find(), cgroups.Limits()
+    return Plan(
+        layers.base_trees(base), report.root_mode, report.userns, hierarchy, limits, disk_mib, 60.0, False,
+        masks=base.masks,
+    )  # fmt: skip
+
+
 def test_a_disk_in_a_folder_outlives_its_sandbox_until_it_is_released(tmp_path: Path) -> None:
     """With disk_mib 0. A keeper that was busy saw a sandbox end (its input was closed) before it read that the disk is
     still wanted, and removed it while the answer was being carried to the verifier: right answers scored 0."""
-    report = abilities.probe()
-    base, hierarchy = rootfs.resolve("auto", tmp_path / "cache"), cgroups.find()
-    plan = Plan(
-        layers.base_trees(base), report.root_mode, report.userns, hierarchy, cgroups.Limits(), 0, 60.0, False,
-        masks=base.masks,
-    )  # fmt: skip
-    keeper = Keeper(tmp_path / "owners", "ended", hierarchy)
+    plan = _plan(tmp_path / "cache", disk_mib=0)
+    keeper = Keeper(tmp_path / "owners", "ended", plan.hierarchy)
     try:
         assert asyncio.run(_read_after_it_ended(keeper, plan)) == "the answer\n"
         assert asyncio.run(_stop_after_it_ended(keeper, plan))
@@ -100,14 +104,9 @@ def test_a_disk_in_a_folder_outlives_its_sandbox_until_it_is_released(tmp_path: 
 
 def test_sandboxes_start_however_far_the_keeper_is_behind(tmp_path: Path) -> None:
     """128 attempts that begin at once on few cores fill its socket; each that met it was called a broken sandbox."""
-    report = abilities.probe()
-    base, hierarchy = rootfs.resolve("auto", tmp_path / "cache"), cgroups.find()
-    plan = Plan(
-        layers.base_trees(base), report.root_mode, report.userns, hierarchy, cgroups.Limits(), 64, 60.0, False,
-        masks=base.masks,
-    )  # fmt: skip
+    plan = _plan(tmp_path / "cache", disk_mib=64)
     before = len(os.listdir("/proc/self/fd"))
-    keeper = Keeper(tmp_path / "owners", "flooded", hierarchy)
+    keeper = Keeper(tmp_path / "owners", "flooded", plan.hierarchy)
     try:
         assert asyncio.run(_start_behind_a_flood(keeper, plan)) == ["hello\n"] * 3
     finally:

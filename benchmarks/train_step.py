@@ -97,6 +97,7 @@ def main() -> None:
             "arguments": {k: str(v) for k, v in vars(args).items() if k != "json"}
             | {"cases": " ".join(case.name for case in args.cases)},
             "layers": shape.num_layers,
+            "model": config,
             "fp32_logits": args.trainer.get("fp32_logits", True),  # files without it are older, and of false
             "roofline_ms": {} if args.roofline_of is None else taken_rooflines(shape, args),
             "cases": {},

@@ -29,7 +29,10 @@ else
     big=(tasks_per_iteration=16 group_size=4 rollout.max_new_tokens=560 trainer.max_tokens_per_gpu=22528
         trainer.learning_rate=1e-6)
     small=(model=smollm2_135m "model.path=$RL360_MODELS/smollm2_135m" tasks=overfit32 tasks_per_iteration=16 group_size=4
-        rollout.max_new_tokens=96 trainer.max_tokens_per_gpu=8192)
+        rollout.max_new_tokens=96 trainer.max_tokens_per_gpu=8192
+        # So that it may run beside other things on the GPU.
+        rollout.sglang.mem_fraction_static=0.5
+        'rollout.sglang.extra_args=[--max-total-tokens,"65536",--cuda-graph-bs-decode,"8","64"]')
 fi
 cores=$(taskset -pc $$ | sed 's/.*: //') names=()
 for part in "${parts[@]}"; do

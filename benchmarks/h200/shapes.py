@@ -35,6 +35,14 @@ SHAPES = {
         "vocab_size": 151936,
     },
 }
+SHAPES["k2_horizon_7b"] = SHAPES["qwen3_8b"] | {
+    "architectures": ["K2HorizonForCausalLM"],
+    "layernorm_num_groups": 4,
+    "max_position_embeddings": 524288,
+    "model_type": "k2_horizon",
+    "rope_theta": 1e7,
+    "vocab_size": 250624,
+}
 # As wide as a test can compute; the vocabulary stays, which is larger than the tokenizer's.
 SHAPES["qwen3_narrow"] = SHAPES["qwen3_8b"] | {
     "head_dim": 16,

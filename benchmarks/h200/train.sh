@@ -3,6 +3,7 @@
 #
 #   bash benchmarks/h200/train.sh PART[=SECONDS] ...    one after the other, on the GPUs that are visible
 #     step        a train step at 8K and 32K, our own layers and Transformer Engine's    step-{own,te}-{20,16}.json
+#     memory      peaks of other shapes: K2 Horizon's, and full recomputation at 32K      memory-{k2,recompute}.json
 #     context     one of four context ranks at 128K                                       context-4.json
 #     parity      gradients, layouts, offload and published weights against fp32 on the CPU
 #     te          the tests of Transformer Engine's layers
@@ -10,7 +11,7 @@
 #     checkpoint  save, write beside a step, restore under another layout, compared       checkpoint.json
 #     offload     a trainer's memory to the host and back, and its tests
 #     head        the head with fp32 logits and with rounded ones
-# Results under $OUT, 7 files at most: those, and log.txt with what every program said, which holds all of the other parts.
+# Results under $OUT: those, and log.txt with what every program said, which holds all of the other parts.
 # Parts of more than one program share their GPUs; `step`, `context`, `offload` and `head` are timings and want a GPU alone.
 # On one GPU the tests for two are left out. RL360_DRY=1 runs on a CPU what can; the rest says its --help or collects its tests.
 source "$(dirname "$0")/runs.sh"
@@ -65,20 +66,20 @@ with_te=(env "PYTHONPATH=$PYTHONPATH:/tmp/rl360/te")
 steps=(python3 benchmarks/train_step.py)
 tests=(python3 -m pytest -q -p no:cacheprovider -W ignore -rs --timeout 230 --durations 8 -m gpu)
 files=(python3 benchmarks/megatron_checkpoint.py --json "$out/checkpoint.json")
-memory=(python3 benchmarks/offload.py)
+hand_over=(python3 benchmarks/offload.py)
 head=(python3 benchmarks/head.py --logits both)
 if $dry; then
     steps+=(--help)
     tests+=(--collect-only)
     files+=(--rank-target tests.trainers.megatron.cpu_rank:CpuRank --layers 2 --tokens 64 --config '{"hidden_size": 32,
         "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97}')
-    memory+=(--device cpu --gib 0.05 --cycles 2)
+    hand_over+=(--device cpu --gib 0.05 --cycles 2)
     head+=(--device cpu --vocab 1000 --hidden 32 --positions 64 --chunks 32 --repeats 2)
 else
     # 1.0 billion parameters: two copies of 15 GB on the disk (64 GiB on a host of one GPU, the unpacked bundle on it).
     files+=(--layers 4 --config '{"vocab_size": 32768}')
     [ "$gpus" = 1 ] || files+=(--num-gpus 2 --save tensor_parallel_size=2 --restore)
-    memory+=(--gib 32 --cycles 3)
+    hand_over+=(--gib 32 --cycles 3)
     head+=(--chunks 1024 2048 4096)
 fi
 
@@ -95,6 +96,16 @@ step() {
         say "step-te-$layers" "${with_te[@]}" "${steps[@]}" --transformer-engine --layers "$layers" --cases "${cases[@]}" --steps 4 \
             "${taken[@]}" --json "$out/step-te-$layers.json"
     done
+}
+
+# Side by side: peaks are of a process's own tensors.
+memory() {
+    $dry || python3 benchmarks/h200/shapes.py k2_horizon_7b "$RL360_MODELS/smollm2_135m" "$work/k2"
+    beside memory-k2 "${steps[@]}" --config "$work/k2/config.json" --layers 4 --cases 8192x2 --steps 1 --no-roofline \
+        --json "$out/memory-k2.json"
+    beside memory-recompute "${steps[@]}" --recompute full --layers 8 --cases 32768x1 --steps 1 --no-roofline \
+        --json "$out/memory-recompute.json"
+    meet
 }
 
 context() {
@@ -139,8 +150,8 @@ for asked in "$@"; do
         context | tests) limit=240 ;;
         parity | te) limit=260 ;;
         checkpoint) limit=280 ;;
-        offload | head) limit=150 ;;
-        *) echo "train.sh: $part is no part; expected step, context, parity, te, tests, checkpoint, offload, head" && exit 1 ;;
+        offload | head | memory) limit=150 ;;
+        *) echo "train.sh: $part is no part; expected step, memory, context, parity, te, tests, checkpoint, offload, head" && exit 1 ;;
     esac
     [ "$part" = "$asked" ] || limit=${asked#*=}
     part_ends=$((SECONDS + limit))
@@ -148,8 +159,8 @@ for asked in "$@"; do
         tests) others ;;
         checkpoint) say checkpoint "${files[@]}" ;;
         offload)
-            say offload "${memory[@]}"
-            say offload-torch "${memory[@]}" --torch
+            say offload "${hand_over[@]}"
+            say offload-torch "${hand_over[@]}" --torch
             say offload-tests "${tests[@]}" tests/trainers/test_offload.py
             ;;
         head) say head "${head[@]}" ;;

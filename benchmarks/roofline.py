@@ -1,13 +1,16 @@
 """The least time of a train step's matrix products and attention on this machine's GPU, for train_step.py.
 
 In: a model's shape, its layout, lengths of the sequences of a micro-batch. Out: milliseconds of one rank's products and
-of its attention kernel, forward and backward, each timed alone at the shape that the step uses. Left to others: what is
-made of them.
+of its attention kernel, forward and backward, each timed alone at the shape that the step uses, and all of them twice:
+ten times in a row on a card that was idle before (`products`, `attention`), and for SUSTAINED_S after as long a time of
+the same (`sustained_products`, ...), since a card under load lowers its clocks, and a step lasts seconds. Left to
+others: what is made of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,7 @@ import numpy as np
 
 from rl360.models.decoder import DecoderConfig
 
+SUSTAINED_S = 0.5
 LIMIT_S = 4.0  # of timing one kernel: attention over 131,072 tokens takes most of a second each time
 
 
@@ -40,12 +44,13 @@ class Roofline:
             "gate_up": (tokens, 2 * shape.intermediate_size // tensor, shape.hidden_size),
             "down": (tokens, shape.hidden_size, shape.intermediate_size // tensor),
         }
-        found = {}
-        for name, (rows, out, inner) in products.items():
-            found[name] = product_ms(rows, out, inner, device) * shape.num_layers
         chunk = min(args.logprob_chunk, predicting)
-        found["head"] = product_ms(chunk, shape.vocab_size // tensor, shape.hidden_size, device) * predicting / chunk
-        found["products"] = sum(found.values())
+        times = dict.fromkeys(products, float(shape.num_layers)) | {"head": predicting / chunk}
+        products["head"] = (chunk, shape.vocab_size // tensor, shape.hidden_size)
+        found: dict[str, float] = {}
+        for prefix, timer in TIMERS.items():
+            parts = {name: product_ms(*size, device, timer) * times[name] for name, size in products.items()}
+            found |= {prefix + name: ms for name, ms in parts.items()} | {f"{prefix}products": sum(parts.values())}
         return found
 
     def attention(self, lengths: tuple[int, ...]) -> dict[str, float]:
@@ -76,10 +81,13 @@ class Roofline:
             torch.autograd.grad(out, (q, k, v), toward, retain_graph=True)
 
         print(f"attention kernel {kernel_name(device)}", flush=True)
-        return {"attention": (timed_ms(forward) + timed_ms(backward)) * shape.num_layers / context}
+        return {
+            f"{prefix}attention": (timer(forward) + timer(backward)) * shape.num_layers / context
+            for prefix, timer in TIMERS.items()
+        }
 
 
-def product_ms(rows: int, out: int, inner: int, device: Any) -> float:
+def product_ms(rows: int, out: int, inner: int, device: Any, timer: Callable[[Callable[[], Any]], float]) -> float:
     """A linear layer's three products: bf16, the weight's gradient added to an fp32 buffer."""
     import torch
 
@@ -88,28 +96,40 @@ def product_ms(rows: int, out: int, inner: int, device: Any) -> float:
     grad = torch.randn(rows, out, device=device, dtype=torch.bfloat16)
     main_grad = torch.zeros(out, inner, device=device)
     return (
-        timed_ms(lambda: torch.nn.functional.linear(x, weight))
-        + timed_ms(lambda: grad @ weight)
-        + timed_ms(lambda: torch.addmm(main_grad, grad.t(), x, out_dtype=torch.float32, out=main_grad))
+        timer(lambda: torch.nn.functional.linear(x, weight))
+        + timer(lambda: grad @ weight)
+        + timer(lambda: torch.addmm(main_grad, grad.t(), x, out_dtype=torch.float32, out=main_grad))
     )
 
 
 def timed_ms(run: Callable[[], Any], repeats: int = 10) -> float:
     """Mean of `repeats` runs after three that do not count; of fewer where so many would take LIMIT_S."""
+    _event_ms(run, 1)  # compiles
+    within_limit = int(LIMIT_S * 1e3 / _event_ms(run, 1)) - 1
+    if within_limit < repeats:
+        return _event_ms(run, max(1, within_limit))
+    _event_ms(run, 1)
+    return _event_ms(run, repeats)
+
+
+def sustained_ms(run: Callable[[], Any]) -> float:
+    """Mean of the runs of SUSTAINED_S, at least two, behind as many that do not count. `run` is compiled already."""
+    number = max(2, math.ceil(SUSTAINED_S * 1e3 / _event_ms(run, 1)))
+    _event_ms(run, number)
+    return _event_ms(run, number)
+
+
+def _event_ms(run: Callable[[], Any], number: int) -> float:
+    """Mean milliseconds of the GPU for one of `number` runs in a row."""
     import torch
 
-    def timed(number: int) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(number):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / number
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(number):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / number
 
-    timed(1)  # compiles
-    within_limit = int(LIMIT_S * 1e3 / timed(1)) - 1
-    if within_limit < repeats:
-        return timed(max(1, within_limit))
-    timed(1)
-    return timed(repeats)
+
+TIMERS: dict[str, Callable[[Callable[[], Any]], float]] = {"": timed_ms, "sustained_": sustained_ms}

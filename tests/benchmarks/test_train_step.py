@@ -30,17 +30,19 @@ def test_stored_rates_follow_from_their_seconds(path):
     found = json.loads(path.read_text())
     given = {name: int(found["arguments"][name]) for name in ("num_gpus", "tensor_parallel", "context_parallel")}
     given["data_parallel"] = given["num_gpus"] // given["tensor_parallel"] // given["context_parallel"]
-    args = argparse.Namespace(**given, pipeline_parallel=1, one_of_context=1, prompt_share=0.125)
-    shape = DecoderConfig.from_hf({**QWEN3_8B, "num_hidden_layers": found["layers"]})
+    given["one_of_context"] = int(found["arguments"].get("one_of_context", 1))
+    args = argparse.Namespace(**given, pipeline_parallel=1, prompt_share=0.125)
+    shape = DecoderConfig.from_hf({**found.get("model", QWEN3_8B), "num_hidden_layers": found["layers"]})
     for name, figures in found["cases"].items():
-        for key, value in derived(shape, args, Case.of(name), figures, found["roofline_ms"][name]).items():
+        for key, value in derived(shape, args, Case.of(name), figures, found["roofline_ms"].get(name)).items():
             assert figures[key] == pytest.approx(value, rel=1e-9), (name, key)
 
 
 def test_one_of_context_counts_its_part_and_sees_as_many_pairs_as_any_other():
     args = argparse.Namespace(num_gpus=1, data_parallel=1, pipeline_parallel=1, one_of_context=1, prompt_share=0.125)
     case, figures = Case.of("131072x1"), {"step_s": 2.0, "metrics": []}
-    whole = derived(QWEN, args, case, figures, {"total": 1000.0})
+    whole = derived(QWEN, args, case, figures, {"total": 1000.0, "sustained_total": 1200.0})
+    assert (whole["share_of_roofline"], whole["share_of_sustained_roofline"]) == (0.5, 0.6)
     part = derived(QWEN, argparse.Namespace(**{**vars(args), "one_of_context": 4}), case, figures, {"total": 250.0})
     assert part["mfu"] == pytest.approx(whole["mfu"] / 4)
     assert part["tokens_per_s"] == pytest.approx(131072 / 4 / 2.0)

@@ -20,10 +20,14 @@ MEASURED = [
 ]
 
 
-def test_there_are_measurements_of_every_layout():
+def test_what_there_are_measurements_of():
     assert {path.stem for path in RESULTS} >= {
         "one-gpu-16-layers",
         "one-gpu-20-layers",
+        "one-gpu-20-layers-te",
+        "one-gpu-8-layers-recompute",
+        "one-gpu-k2-4-layers",
+        "one-of-four-context-ranks",
         "two-gpus-cp2",
         "two-gpus-dp2",
         "two-gpus-tp2",
@@ -31,20 +35,24 @@ def test_there_are_measurements_of_every_layout():
 
 
 @pytest.mark.parametrize(("found", "case"), MEASURED)
-def test_peak_of_tensors_within_half_a_percent_and_of_the_allocator_within_two(found, case):
+def test_peak_of_tensors_within_one_percent_and_of_the_allocator_within_two(found, case):
     arguments = found["arguments"]
-    model = DecoderConfig.from_hf({**QWEN3_8B, "num_hidden_layers": found["layers"]})
-    layout = Layout.of(
-        int(arguments["num_gpus"]), int(arguments["tensor_parallel"]), context=int(arguments["context_parallel"])
-    )
-    tokens = sum(Case.of(case).lengths)
+    model = DecoderConfig.from_hf({**found.get("model", QWEN3_8B), "num_hidden_layers": found["layers"]})
+    alone = int(arguments.get("one_of_context", 1))  # of so many context ranks only this one was there
+    ranks = {"tensor": int(arguments["tensor_parallel"]), "context": int(arguments["context_parallel"]) * alone}
+    layout = Layout.of(int(arguments["num_gpus"]) * alone, **ranks)
     work = Work(
-        tokens=tokens,
+        tokens=sum(Case.of(case).lengths),
         chunk=int(arguments["logprob_chunk"]),
+        recompute=arguments["recompute"],
         predicting_share=1 - 0.125,
         fp32_logits=found.get("fp32_logits", False),  # measured before there was a choice
+        transformer_engine=arguments.get("transformer_engine") == "True",
     )
     (stage,) = forecast_stages(model, layout, work)
+    # Alone, a rank has the whole optimizer, and no communicators.
+    more = (alone - 1) * stage.static["optimizer"]
+    outside = 0 if alone == 1 else stage.outside["NCCL"]
     metrics = found["cases"][case]["metrics"][-1]
-    assert stage.allocated / GIB == pytest.approx(metrics["perf/peak_memory_gib_max"], rel=0.005)
-    assert stage.total / GIB == pytest.approx(metrics["perf/peak_reserved_gib_max"], rel=0.02)
+    assert (stage.allocated + more) / GIB == pytest.approx(metrics["perf/peak_memory_gib_max"], rel=0.01)
+    assert (stage.total + more - outside) / GIB == pytest.approx(metrics["perf/peak_reserved_gib_max"], rel=0.02)

@@ -15,10 +15,21 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from rl360.rollout.admission import admitted_before
+
+# Seconds and tokens beyond this, and rates below its inverse, mean nothing, and sums of them would not stay numbers.
+LARGEST = 1e12
+
+_AMOUNT = f"expected 0 or more, and at most {LARGEST:g}"
+_RATE = f"expected above 0, at least {1.0 / LARGEST:g}"
+
+
+def _is_amount(value: float) -> bool:
+    return 0.0 <= value <= LARGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +41,12 @@ class AttemptWork:
     before_s: float = 0.0  # until the first model call: the sandbox's start
     tools_s: float = 0.0  # between model calls, all turns together
     after_s: float = 0.0  # after the last model call: the verifier
+
+    def problems(self) -> list[str]:
+        """Everything that makes no sense, one line each."""
+        found = [] if self.turns >= 1 else [f"turns: {self.turns}; expected at least 1"]
+        amounts = ("tokens", "before_s", "tools_s", "after_s")
+        return found + [f"{k}: {getattr(self, k)}; {_AMOUNT}" for k in amounts if not _is_amount(getattr(self, k))]
 
 
 Work = Callable[[int, int, int], AttemptWork]
@@ -58,10 +75,12 @@ class Setup:
         """Everything that makes no sense, one line each."""
         least_one = ("iterations", "tasks_per_iteration", "group_size", "concurrency", "engines")
         found = [f"{k}: {getattr(self, k)}; expected at least 1" for k in least_one if getattr(self, k) < 1]
-        not_negative = ("max_staleness", "train_s", "publish_s", "stall_s")
-        found += [f"{k}: {getattr(self, k)}; expected 0 or more" for k in not_negative if getattr(self, k) < 0]
+        amounts = ("max_staleness", "train_s", "publish_s", "stall_s")
+        found += [f"{k}: {getattr(self, k)}; {_AMOUNT}" for k in amounts if not _is_amount(getattr(self, k))]
         rates = ("request_tokens_per_s", "engine_tokens_per_s", "train_tokens_per_s")
-        found += [f"{k}: {getattr(self, k)}; expected above 0" for k in rates if not getattr(self, k) > 0]
+        found += [f"{k}: {getattr(self, k)}; {_RATE}" for k in rates if not getattr(self, k) >= 1.0 / LARGEST]
+        if not self.request_tokens_per_s <= LARGEST:
+            found.append(f"request_tokens_per_s: {self.request_tokens_per_s:g}; expected at most {LARGEST:g}")
         if self.engine_tokens_per_s < self.request_tokens_per_s:
             found.append(
                 f"engine_tokens_per_s: {self.engine_tokens_per_s:g} for a full engine is less than "
@@ -111,11 +130,11 @@ class Simulated:
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(row.tokens for row in self.steady) / max(sum(row.step_s for row in self.steady), 1e-12)
+        return _rate(sum(row.tokens for row in self.steady), sum(row.step_s for row in self.steady))
 
     @property
     def attempts_per_hour(self) -> float:
-        return 3600.0 * self.setup.tasks_per_iteration * self.setup.group_size / max(self.step_s, 1e-12)
+        return _rate(3600.0 * self.setup.tasks_per_iteration * self.setup.group_size, self.step_s)
 
     @property
     def trainer_wait_share(self) -> float:
@@ -131,8 +150,13 @@ class Simulated:
         return sum(row.staleness_mean * row.tokens for row in self.steady) / max(tokens, 1e-12)
 
 
+def _rate(count: float, seconds: float) -> float:
+    """Infinite where something is done in no time."""
+    return count / seconds if seconds > 0.0 else math.inf if count > 0.0 else 0.0
+
+
 def simulate(setup: Setup, work: Work) -> Simulated:
-    """Run the loop. Raises ValueError with everything that is wrong with `setup`."""
+    """Run the loop. Raises ValueError with everything that is wrong with `setup`, or with the work of an attempt."""
     if problems := setup.problems():
         raise ValueError("\n".join(problems))
     return _Simulation(setup, work).run()
@@ -228,7 +252,8 @@ class _Simulation:
         step_s = 1.0 / setup.request_tokens_per_s - request_s
         self._engines = [_Engine(step_s, request_s) for _ in range(setup.engines)]
         self._free_slots = setup.concurrency
-        self._waiting: list[_Attempt] = []
+        self._waiting: deque[_Attempt] = deque()
+        self._starting = False
         self._groups: dict[int, list[_Group]] = {}
         self._finished: dict[int, list[_Group]] = {}
         self._version = 0
@@ -286,17 +311,27 @@ class _Simulation:
             for slot in range(setup.tasks_per_iteration):
                 group = _Group((self._submitted, slot))
                 group.attempts = [
-                    _Attempt(group, self._work(self._submitted, slot, member)) for member in range(setup.group_size)
+                    _Attempt(group, self._sensible(self._submitted, slot, member)) for member in range(setup.group_size)
                 ]
                 self._waiting += group.attempts
             self._submitted += 1
         self._start_waiting()
 
+    def _sensible(self, *place: int) -> AttemptWork:
+        work = self._work(*place)
+        if problems := work.problems():
+            raise ValueError("\n".join(problems))
+        return work
+
     def _start_waiting(self) -> None:
-        started, self._waiting = self._waiting[: self._free_slots], self._waiting[self._free_slots :]
-        self._free_slots -= len(started)
-        for attempt in started:
+        if self._starting:  # by an attempt that took no time: the loop below has its slot next
+            return
+        self._starting = True
+        while self._free_slots and self._waiting:
+            self._free_slots -= 1
+            attempt = self._waiting.popleft()
             self._go_on(attempt, self._life(attempt))
+        self._starting = False
 
     # ---- an attempt --------------------------------------------------------------------------------------------------
 

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from rl360.diagnostics.simulate import AttemptWork, Setup, Simulated, Work, simulate
+from rl360.diagnostics.simulate import LARGEST, AttemptWork, Setup, Simulated, Work, simulate
 from rl360.errors import ConfigError, RL360Error
 from rl360.seeding import seed_from
 
 P90_DEVIATIONS = 1.2815515655446004  # 90 % of a normal distribution are below this many standard deviations
+WIDEST = 1000.0  # a 90 % point by the median: the longest of a million draws is then 2e11 medians long
 
 HELP = {
     "iterations": "iterations to simulate",
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str], write: Callable[[str], object] = print) -> in
     setups = [replace(setup, max_staleness=s) for s in (stalenesses or [setup.max_staleness])]
     if problems := [problem for one in setups for problem in one.problems()]:
         raise ConfigError([f"simulate: {problem}" for problem in dict.fromkeys(problems)])
-    results = [simulate(one, work) for one in setups]
+    results = [_simulated(one, work) for one in setups]
     for line in table(results):
         write(line)
     if run is not None:
@@ -202,21 +203,33 @@ _DEFAULTS: dict[str, Any] = {
 def _work(parsed: argparse.Namespace, run: RecordedRun | None) -> Work:
     times = {name: value for name in TIMES if (value := getattr(parsed, name)) is not None}
     if run is None:
-        return log_normal(
-            {name: _median_and_p90(name, value) for name, value in times.items()}, parsed.turns, parsed.seed
-        )
-    if times:
-        raise ConfigError(
-            f"simulate: --{next(iter(times)).replace('_', '-')} with a run, whose attempts are dealt again"
-        )
+        turns = 1 if parsed.turns is None else parsed.turns
+        if turns < 1:
+            raise ConfigError(f"simulate: --turns {turns}; expected at least 1")
+        return log_normal({name: _median_and_p90(name, value) for name, value in times.items()}, turns, parsed.seed)
+    if given := [*times, *(["turns"] if parsed.turns is not None else [])]:
+        raise ConfigError(f"simulate: --{given[0].replace('_', '-')} with a run, whose attempts are dealt again")
     return run.work(parsed.seed)
 
 
 def _median_and_p90(name: str, value: Sequence[float]) -> tuple[float, float]:
     median, p90 = (value[0], value[0]) if len(value) == 1 else value[:2]
-    if len(value) > 2 or median < 0 or p90 < median or (median == 0 < p90):
-        raise ConfigError(f"simulate: --{name.replace('_', '-')} {value}: expected a median and a larger 90 % point")
+    flag = f"simulate: --{name.replace('_', '-')} {' '.join(f'{number:g}' for number in value)}"
+    if len(value) > 2:
+        raise ConfigError(f"{flag}: {len(value)} numbers; expected a median, or a median and a 90 % point")
+    if not 0.0 <= median <= LARGEST:
+        raise ConfigError(f"{flag}: the median is {median:g}; expected 0 or more, and at most {LARGEST:g}")
+    if not median <= p90 <= WIDEST * median:
+        raise ConfigError(f"{flag}: the 90 % point is {p90:g}; expected 1 to {WIDEST:g} times the median {median:g}")
     return median, p90
+
+
+def _simulated(setup: Setup, work: Work) -> Simulated:
+    """Raises ConfigError where an attempt was drawn that makes no sense."""
+    try:
+        return simulate(setup, work)
+    except ValueError as error:
+        raise ConfigError([f"simulate: an attempt's {line}" for line in str(error).splitlines()]) from error
 
 
 def table(results: Sequence[Simulated]) -> list[str]:
@@ -255,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in TIMES.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=float, nargs="+", metavar="X", help=f"{text}: median, or median and 90 %% point")
-    parser.add_argument("--turns", type=int, default=1, help="model calls of an attempt, without a run")
+    parser.add_argument("--turns", type=int, metavar="N", help="model calls of an attempt, without a run; default: 1")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--against", type=Path, help="another run, to be predicted from this one's numbers")
     return parser

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -158,3 +160,16 @@ def test_staleness_order_and_tokens_hold_for_any_times(seed, staleness, concurre
 def test_everything_wrong_is_said_at_once():
     with pytest.raises(ValueError, match=r"(?s)engines: 0; .*train_s: -1.0; .*full engine is less.*stall_s: 3"):
         simulate(setup(engines=0, train_s=-1.0, engine_tokens_per_s=50.0, stall_s=3.0), members(1, 1))
+
+
+def test_any_number_of_attempts_may_take_no_time():
+    plan = setup(tasks_per_iteration=64, group_size=64, concurrency=1, train_s=0.0)
+    found = simulate(plan, lambda *_: AttemptWork(tokens=0.0))
+    assert found.step_s == found.tokens_per_s == 0.0
+    assert found.attempts_per_hour == math.inf
+
+
+def test_work_that_makes_no_sense_is_refused():
+    work = AttemptWork(tokens=-1.0, turns=0, tools_s=math.nan)
+    with pytest.raises(ValueError, match=r"(?s)turns: 0; .*tokens: -1.0; .*tools_s: nan"):
+        simulate(setup(), lambda *_: work)

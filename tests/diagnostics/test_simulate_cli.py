@@ -89,6 +89,11 @@ def test_the_table_and_the_runs_own_step(tmp_path):
     assert "4.00 s measured" in against
 
 
+def test_turns_of_a_run_are_its_own(tmp_path):
+    with pytest.raises(ConfigError, match="--turns with a run"):
+        main([str(make_run(tmp_path / "run")), "--turns", "4"])
+
+
 def test_a_key_replaces_what_the_run_says(tmp_path):
     lines = []
     main([str(make_run(tmp_path / "run")), "--train-s", "3"], lines.append)
@@ -115,7 +120,17 @@ def test_the_command_without_a_run(capsys):
     ("arguments", "message"),
     [
         ([], "--request-tokens-per-s and --tokens missing"),
-        (["--request-tokens-per-s", "1", "--tokens", "5", "2"], "--tokens .*larger 90 % point"),
+        (["--request-tokens-per-s", "1", "--tokens", "5", "2"], "--tokens 5 2: the 90 % point is 2; .* the median 5"),
+        (["--request-tokens-per-s", "1", "--tokens", "1", "1e308"], "--tokens 1 1e\\+308: the 90 % point"),
+        (["--request-tokens-per-s", "1", "--tokens", "5", "--tools-s", "1", "2", "3"], "--tools-s 1 2 3: 3 numbers"),
+        (["--request-tokens-per-s", "1", "--tokens", "-5"], "--tokens -5: the median is -5; expected 0 or more"),
+        (["--request-tokens-per-s", "1", "--tokens", "nan"], "--tokens nan: the median is nan"),
+        (["--request-tokens-per-s", "1", "--tokens", "inf"], "--tokens inf: the median is inf"),
+        (["--request-tokens-per-s", "1", "--tokens", "1e12", "1e14"], "an attempt's tokens: .*at most 1e\\+12"),
+        (["--request-tokens-per-s", "inf", "--tokens", "5"], "request_tokens_per_s: inf; expected at most"),
+        (["--request-tokens-per-s", "1", "--tokens", "5", "--turns", "0"], "--turns 0; expected at least 1"),
+        (["--request-tokens-per-s", "1", "--tokens", "5", "--train-s", "nan"], "train_s: nan; expected 0 or more"),
+        (["--request-tokens-per-s", "1", "--tokens", "5", "--publish-s", "inf"], "publish_s: inf; .*at most"),
         (["--request-tokens-per-s", "1", "--tokens", "5", "--engines", "0"], "engines: 0"),
     ],
 )

@@ -58,10 +58,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _end(server: subprocess.Popen[bytes], grace_s: float) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    server.terminate()
     with suppress(subprocess.TimeoutExpired):
-        server.wait(grace_s)
+        server.wait(grace_s / 3)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(server.pid, signal.SIGTERM)
+    while time.monotonic() < deadline and (server.poll() is None or _others(server.pid)):
+        time.sleep(POLL_S)
 
 
 def _kill_rest(group: int) -> None:
@@ -76,12 +80,20 @@ def _kill_rest(group: int) -> None:
         for child in children:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-            if child != group:
-                with suppress(ChildProcessError):
-                    os.waitpid(child, os.WNOHANG)
-        if children == [group]:
+        if not _others(group) and children == [group]:
             return
         time.sleep(0.01)
+
+
+def _others(server: int) -> list[int]:
+    """Children beside the server, its orphans; those that have ended are waited for and not among them."""
+    left = []
+    for child in _children():
+        if child != server:
+            with suppress(ChildProcessError):
+                if os.waitpid(child, os.WNOHANG) == (0, 0):
+                    left.append(child)
+    return left
 
 
 def _children() -> list[int]:

@@ -80,6 +80,8 @@ SCALARS = (
     Scalar("perf/tokens_per_s", "tokens/s", "Sampled tokens a second over the whole iteration"),
     Scalar("perf/train_tokens_per_s", "tokens/s", "Tokens a second through the trainer's forward and backward"),
     Scalar("perf/gpus", "GPUs", "GPUs that train and serve"),
+    Scalar("perf/peak_memory_gib_max", "GiB", "Most memory that the step's tensors took on a GPU, the fullest one"),
+    Scalar("perf/peak_reserved_gib_max", "GiB", "Most memory that torch held on a GPU during the step"),
     Scalar("perf/trajectories_per_gpu_hour", "1/(GPU h)", "Finished attempts an hour and GPU"),
     Scalar("eval/success_rate", "share", "Evaluation attempts that solved their task, on tasks never trained on"),
     Scalar("eval/reward_mean", "", "Mean reward of the evaluation attempts"),

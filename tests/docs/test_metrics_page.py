@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "guide" / "metrics.md"
 PREFIXES = ("reward/", "rollout/", "gateway/", "mismatch/", "train/", "time/", "perf/", "eval/")
 SOURCES = (
     *sorted((ROOT / "rl360" / "algorithms").glob("*.py")),
-    *sorted((ROOT / "rl360" / "trainers").glob("*.py")),
+    *sorted((ROOT / "rl360" / "trainers").rglob("*.py")),
     *(ROOT / "rl360" / "engine" / f"{name}.py" for name in ("gateway_counts", "loop", "metrics", "mismatch", "record")),
 )
 

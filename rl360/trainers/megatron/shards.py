@@ -77,7 +77,8 @@ def shard_batch(
         equal_cost: see `equal_cost_tokens`.
 
     Returns:
-        [data-parallel rank][i], as many for each rank.
+        [data-parallel rank][i], as many for each rank, those with most tokens first: what one leaves in the GPU
+        allocator's cache then holds the next, where a slightly longer one would have a second set of blocks beside it.
 
     Raises:
         ValueError: no sequences; one without a trained token that something precedes; a count or multiple below 1;
@@ -98,7 +99,7 @@ def shard_batch(
     packed = [_first_fit(rank, capacity) for rank in ranks]
     count = -(-max(map(len, packed)) // count_multiple) * count_multiple
     return [
-        [_micro_batch(bin_, pad_multiple) for bin_ in _spread(rank, tight, count, capacity)]
+        [_micro_batch(bin_, pad_multiple) for bin_ in _longest_first(_spread(rank, tight, count, capacity))]
         for rank, tight in zip(ranks, packed, strict=True)
     ]
 
@@ -156,6 +157,10 @@ def _spread(items: SequenceABC[_Item], tight: list[list[_Item]], count: int, cap
         used[least] += item.num_inputs
         costs[least] += item.cost
     return bins
+
+
+def _longest_first(bins: list[list[_Item]]) -> list[list[_Item]]:
+    return sorted(bins, key=lambda items: -sum(item.num_inputs for item in items))
 
 
 def _micro_batch(items: SequenceABC[_Item], pad_multiple: int) -> MicroBatch:

@@ -87,6 +87,13 @@ def test_more_micro_batches_than_needed_share_the_work():
     assert [micro.token_ids_N.size for micro in rank] == [8, 8, 4, 4]
 
 
+def test_the_longest_micro_batch_comes_first():
+    # costs 24, 20 and 18: the third joins the second, and 38 tokens come before 24
+    batch = batch_of([sequence([1] * n, [2], attempt=str(n)) for n in (24, 20, 18)])
+    (rank,) = shard_batch(batch, data_parallel=1, max_tokens=40)
+    assert [micro.trees[0].branch_lengths for micro in rank] == [(20, 18), (24,)]
+
+
 def test_a_sequence_beyond_the_budget_has_a_micro_batch_to_itself():
     batch = batch_of([sequence([1] * 50, [2]), sequence([1] * 3, [2]), sequence([1] * 3, [3])])
     (rank,) = shard_batch(batch, data_parallel=1, max_tokens=10, pad_multiple=4)
@@ -124,6 +131,9 @@ def test_every_token_once_within_the_budget_and_balanced(
     assert len(shards) == data_parallel
     (count,) = {len(rank) for rank in shards}
     assert count % count_multiple == 0
+    for rank in shards:
+        sizes = [micro.token_ids_N.size for micro in rank]
+        assert sizes == sorted(sizes, reverse=True)
     for micro in micros:
         assert micro.token_ids_N.size % pad_multiple == 0
         predicting = np.unique(np.searchsorted(np.cumsum(micro.trees[0].branch_lengths), micro.rows_U, side="right"))

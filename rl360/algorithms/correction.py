@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 # e^20 = 4.9e8: larger than any ratio that means something, small enough that products stay finite in fp32.
 MAX_LOG_RATIO = 20.0
+# e^-80 = 1.8e-35 weighs nothing and is a normal fp32 number: a long sequence inside the band keeps a weight that is not
+# the 0 of what is masked, however small the product of its ratios.
+MIN_LOG_RATIO = -80.0
 
 LEVELS = ("token", "sequence")
 
@@ -67,7 +70,7 @@ class ImportanceCorrection:
     def _weight(self, log_ratio: Tensor, banded: Tensor) -> Tensor:
         weight = log_ratio.new_ones(log_ratio.shape)
         if self.cap is not None:
-            weight = bounded_exp(log_ratio).clamp(max=self.cap)
+            weight = bounded_exp(log_ratio.clamp(min=MIN_LOG_RATIO)).clamp(max=self.cap)
         if self.mask_below is not None:
             weight = weight.masked_fill(banded < math.log(self.mask_below), 0.0)
         if self.mask_above is not None:

@@ -43,6 +43,14 @@ def test_a_sequence_is_weighed_by_its_product_and_banded_by_its_mean():
     assert banded.tolist() == pytest.approx([0.0, 1.01**100, 0.0], rel=1e-4)
 
 
+def test_only_what_is_outside_the_band_weighs_nothing():
+    # 1,000 tokens of ratio 0.8: their product is e^-223, below fp32's smallest number, and their mean is in the band
+    sums, counts = torch.tensor([1000 * math.log(0.8), 1000 * math.log(0.4)]), torch.tensor([1000, 1000])
+    inside, outside = ImportanceCorrection(2.0, mask_below=0.5, mask_above=5.0).of_sequences(sums, counts).tolist()
+    assert 0.0 < inside < 1e-30
+    assert outside == 0.0
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0)), min_size=1, max_size=8),

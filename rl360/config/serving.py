@@ -11,6 +11,23 @@ from collections.abc import Iterator
 from rl360.config.schemas import MegatronTrainerConfig, RootConfig
 
 FP32_LOGITS_FLAG = "--enable-fp32-lm-head"  # of SGLang; rl360.serving.command passes it
+# Flags without which the run does not find its servers, or holds other weights for theirs: the last on a command line
+# wins, and that would only be noticed when they have started, or not at all. Flag -> the key that stands for it.
+_OURS = {
+    "--model-path": "model.path",
+    "--model": "model.path",
+    "--host": "gateway.host",
+    "--port": "rollout.sglang.base_port",
+    "--nccl-port": "rollout.sglang.base_port",
+    "--tp-size": "rollout.sglang.tensor_parallel_size",
+    "--tensor-parallel-size": "rollout.sglang.tensor_parallel_size",
+    "--tp": "rollout.sglang.tensor_parallel_size",
+    "--dtype": "rollout.sglang.dtype",
+    "--context-length": "rollout.max_context_tokens",
+    "--random-seed": "seed",
+    "--weight-version": "",
+}
+_SECRET = "--api-key"
 
 
 def serving_problems(config: RootConfig) -> Iterator[str]:
@@ -30,6 +47,14 @@ def serving_problems(config: RootConfig) -> Iterator[str]:
         )
     if len(set(sglang.devices)) != len(sglang.devices):
         yield "rollout.sglang.devices: the same GPU twice; expected each once"
+    if negative := [number for number in sglang.devices if number < 0]:
+        yield f"rollout.sglang.devices: {', '.join(map(str, negative))}; expected numbers of GPUs, from 0"
+    for name in dict.fromkeys(argument.partition("=")[0] for argument in sglang.extra_args):
+        if name == _SECRET:
+            yield f"rollout.sglang.extra_args: {name} would store a secret; name the variable in gateway.api_key_env"
+        elif name in _OURS:
+            key = f"expected {_OURS[name]}" if _OURS[name] else "expected none"
+            yield f"rollout.sglang.extra_args: {name} is set by RL360; {key}"
     if FP32_LOGITS_FLAG in sglang.extra_args and not config.model.fp32_logits:
         yield (
             f"rollout.sglang.extra_args: {FP32_LOGITS_FLAG} with model.fp32_logits false: the engines would keep final "
@@ -38,6 +63,19 @@ def serving_problems(config: RootConfig) -> Iterator[str]:
     last_port = sglang.base_port + 2 * sglang.num_servers - 1
     if sglang.base_port and last_port > 65535:
         yield f"rollout.sglang.base_port: {sglang.base_port} for {sglang.num_servers} servers ends at {last_port}"
+    for key in ("port", "smg_port", "metrics_port"):
+        port = getattr(config.gateway, key, 0)
+        if port and sglang.base_port and sglang.base_port <= port <= last_port:
+            yield (
+                f"gateway.{key}: {port} is one of the servers' (rollout.sglang.base_port: {sglang.base_port} to "
+                f"{last_port}); expected another, or 0 to take any"
+            )
+    if sglang.start_timeout_s >= config.cluster.no_progress_s:
+        yield (
+            f"rollout.sglang.start_timeout_s: {sglang.start_timeout_s:g} s is not less than cluster.no_progress_s "
+            f"{config.cluster.no_progress_s:g} s, so the watchdog would end the run first and not quote a server's log; "
+            "expected less"
+        )
 
 
 def _colocated(config: RootConfig) -> Iterator[str]:

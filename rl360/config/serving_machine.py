@@ -7,6 +7,8 @@ neither model nor machine (serving).
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from rl360.config.forecast import RANK_BYTES, Forecast, ModelShape
@@ -53,6 +55,16 @@ def look_at_servers(
     (found.warnings if forecast.assumed else found.problems).extend(problems)
     found.warnings.extend(forecast.warnings())
     return found
+
+
+def command_problems(config: RootConfig) -> Iterator[str]:
+    """A command of one's own that this machine does not have."""
+    command = config.rollout.sglang.command
+    if config.rollout.engine == "sglang" and command and shutil.which(command[0]) is None:
+        yield (
+            f"rollout.sglang.command: {command[0]} is no program here; expected what takes SGLang's flags, or none for "
+            "this Python's SGLang"
+        )
 
 
 def with_servers(host: Forecast, servers: ServingForecast) -> Forecast:

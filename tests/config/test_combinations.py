@@ -27,6 +27,7 @@ def test_a_run_that_keeps_no_weights_is_warned_of(typed, changes, warned):
     assert [text.startswith("checkpoint: nothing would be kept of the weights") for text in found] == [True] * warned
 
 
+SERVERS = {"rollout.engine": "sglang", "rollout.sync": "ipc"}
 COLOCATED = {"rollout.engine": "sglang", "rollout.sync": "ipc", "rollout.sglang.colocated": True}
 
 CASES = [
@@ -84,6 +85,27 @@ CASES = [
     (
         {"rollout.engine": "sglang", "rollout.sync": "ipc", "rollout.sglang.base_port": 65535},
         "rollout.sglang.base_port: 65535 for 1 servers ends at 65536",
+    ),
+    (SERVERS | {"rollout.sglang.devices": [-1]}, "rollout.sglang.devices: -1; expected numbers of GPUs, from 0"),
+    (
+        SERVERS | {"rollout.sglang.extra_args": ["--threads", "1", "--port=30000"]},
+        "rollout.sglang.extra_args: --port is set by RL360; expected rollout.sglang.base_port",
+    ),
+    (
+        SERVERS | {"rollout.sglang.extra_args": ["--weight-version", "7"]},
+        "rollout.sglang.extra_args: --weight-version is set by RL360; expected none",
+    ),
+    (
+        SERVERS | {"rollout.sglang.extra_args": ["--api-key", "k"]},
+        "rollout.sglang.extra_args: --api-key would store a secret",
+    ),
+    (
+        SERVERS | {"rollout.sglang.base_port": 30000, "gateway.port": 30001},
+        "gateway.port: 30001 is one of the servers' (rollout.sglang.base_port: 30000 to 30001)",
+    ),
+    (
+        SERVERS | {"rollout.sglang.start_timeout_s": 2000.0},
+        "rollout.sglang.start_timeout_s: 2000 s is not less than cluster.no_progress_s 1000 s",
     ),
     ({"rollout.engine_urls": ["http://h:1"]}, "rollout.engine_urls: given with engine embedded"),
     ({"rollout.engine_urls": ["host:30000"]}, "rollout.engine_urls: 'host:30000' is not a URL"),

@@ -201,3 +201,13 @@ def test_servers_of_somebody_else_cannot_be_told_of_fp32_logits(here):
     assert "--enable-fp32-lm-head" in warning
     for others in (external | {"model.fp32_logits": False}, {}):
         assert not [text for text in look(here(**others)).warnings if "fp32_logits" in text]
+
+
+def test_a_server_command_that_is_not_here_is_said_before_anything_starts(here):
+    servers = {"rollout.engine": "sglang", "rollout.sync": "disk"}
+    found = look(here(**servers, **{"rollout.sglang.command": ["/nowhere/python", "-m", "serve"]}))
+    assert [problem for problem in found.problems if "command" in problem] == [
+        "rollout.sglang.command: /nowhere/python is no program here; expected what takes SGLang's flags, or none for "
+        "this Python's SGLang"
+    ]
+    assert look(here(**servers, **{"rollout.sglang.command": ["sh", "serve"]})).problems == []

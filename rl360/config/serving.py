@@ -73,7 +73,7 @@ def serving_problems(config: RootConfig) -> Iterator[str]:
     if sglang.start_timeout_s >= config.cluster.no_progress_s:
         yield (
             f"rollout.sglang.start_timeout_s: {sglang.start_timeout_s:g} s is not less than cluster.no_progress_s "
-            f"{config.cluster.no_progress_s:g} s, so the watchdog would end the run first and not quote a server's log; "
+            f"{config.cluster.no_progress_s:g} s, so the watchdog would end the run first and quote no server's log; "
             "expected less"
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from rl360.errors import ConfigError
@@ -28,6 +29,9 @@ WHOLE_NUMBERS = (
     "max_position_embeddings",
 )
 NUMBERS = ("rope_theta", "rms_norm_eps", "initializer_range")
+SWITCHES = ("tie_word_embeddings",)  # true or false; as text, "false" would be true
+# A Llama's own, where config.json says nothing or null.
+DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "initializer_range": 0.02}
 # Switches of these families that change the arithmetic, and are computed nowhere here.
 REFUSED_WHEN_SET = {
     "attention_bias": "projections have no bias here",
@@ -82,13 +86,28 @@ class DecoderConfig:
         for rope_type in dict.fromkeys(rope.get("rope_type", rope.get("type", "default")) for rope in ropes):
             if rope_type != "default":
                 problems.append(f"{where}: rope type {rope_type!r}; only 'default' (unscaled) is computed here")
-        for share in dict.fromkeys(place.get(PARTLY_ROTATED) for place in (raw, *ropes)):
-            if share not in (None, 1):
-                problems.append(f"{where}: {PARTLY_ROTATED} {json.dumps(share)}; whole heads are rotated here")
+        shares = (json.dumps(place.get(PARTLY_ROTATED)) for place in (raw, *ropes))
+        problems += [
+            f"{where}: {PARTLY_ROTATED} {share}; whole heads are rotated here"
+            for share in dict.fromkeys(shares)
+            if share not in ("null", "1", "1.0")
+        ]
         if len(thetas := rope_thetas(raw)) > 1:
             problems.append(f"{where}: rope_theta is {thetas[0]:g}, rope_parameters say {thetas[1]:g}; expected one")
         if model_type == "k2_horizon" and not thetas:
             problems.append(f"{where}: no rope_theta; K2 Horizon's is 1e7, and nothing else would do")
+        if model_type == "k2_horizon" and not raw.get("layernorm_num_groups"):
+            problems.append(f"{where}: no layernorm_num_groups; a K2 Horizon says them, and the 7B has 4")
+        numbers: dict[str, Any] = {
+            key: raw[key] if raw.get(key) is not None else default for key, default in DEFAULTS.items()
+        }
+        problems += [
+            f"{where}: {key} is {json.dumps(numbers[key])}; expected more than 0"
+            for key in ("rms_norm_eps", "max_position_embeddings")
+            if numbers[key] <= 0
+        ]
+        if numbers["initializer_range"] < 0:
+            problems.append(f"{where}: initializer_range is {numbers['initializer_range']:g}; expected 0 or more")
         problems += [
             f"{where}: {key} is {json.dumps(raw[key])}; {why}"
             for key, why in REFUSED_WHEN_SET.items()
@@ -124,13 +143,13 @@ class DecoderConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=numbers["rms_norm_eps"],
             rope_theta=thetas[0] if thetas else DEFAULT_ROPE_THETA,
-            max_positions=raw.get("max_position_embeddings", 2048),
+            max_positions=numbers["max_position_embeddings"],
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qk_norm=model_type == "qwen3",
             norm_groups=norm_groups,
-            initializer_range=raw.get("initializer_range", 0.02),
+            initializer_range=numbers["initializer_range"],
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         )
 
@@ -154,7 +173,12 @@ def malformed(raw: object, where: str) -> list[str]:
         f"{place}: {key} is {json.dumps(values[key])}; expected a number"
         for place, values in places
         for key in NUMBERS
-        if values.get(key) is not None and type(values[key]) not in (int, float)
+        if values.get(key) is not None and not (type(values[key]) in (int, float) and isfinite(values[key]))
+    ]
+    problems += [
+        f"{where}: {key} is {json.dumps(raw[key])}; expected true or false"
+        for key in SWITCHES
+        if raw.get(key) is not None and type(raw[key]) is not bool
     ]
     return problems
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from rl360.errors import CheckpointError, ConfigError, InfrastructureError
 from rl360.models.gguf_checkpoint import convert, weights_digest
-from rl360.models.weight_files import INDEX_FILE, WEIGHTS_FILE
+from rl360.models.weight_files import INDEX_FILE, WEIGHTS_FILE, read_header, stray_shards
 
 MODELS_ENV = "RL360_MODELS"  # the folder of prepared models, when not <checkout>/models
 MANIFEST_FILE = "rl360_model.json"  # where a fetched folder came from
@@ -99,7 +99,7 @@ def folder_problems(folder: Path) -> list[str]:
     shards = [WEIGHTS_FILE]
     if INDEX_FILE in found:
         weight_map = found[INDEX_FILE].get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values() or [None]):
             return [f"{folder / INDEX_FILE}: no weight_map; expected a file's name for each tensor"]
         shards = sorted(set(weight_map.values()))
     for shard in shards:
@@ -293,21 +293,13 @@ def _digest_or_none(folder: Path) -> str | None:
 
 
 def _safetensors_problem(path: Path) -> str | None:
-    """A safetensors file begins with the header's length and the header, which says where the last tensor ends."""
     if not path.is_file():
-        return f"{path.parent}: no {path.name}"
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header_length = int.from_bytes(file.read(8), "little")
-        if header_length > size:
-            return f"{path}: truncated ({size} bytes)"
-        try:
-            header = json.loads(file.read(header_length))
-        except ValueError:
-            return f"{path}: no safetensors header"
-    end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
-    expected = 8 + header_length + end
-    return None if size == expected else f"{path}: {size} bytes; its header says {expected}"
+        return f"{path.parent}: no {path.name}{stray_shards(path.parent)}"
+    try:
+        read_header(path)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 @contextlib.contextmanager

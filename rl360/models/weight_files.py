@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,9 @@ ANOTHER_HEAD = (
     "expected equal values; set tie_word_embeddings to false if the model has a head of its own, else leave it out"
 )
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+# The format's dtypes, and bytes a value. Weights are of these: others mean something only with scales beside them.
+FLOATS = ("F32", "F64", "F16", "BF16")
+ITEMSIZES = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 # The one tensor that older checkpoints hold although it is computed from the config.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
@@ -64,12 +68,12 @@ def locate_tensors(
     """The file of every expected tensor, from the files' headers alone.
 
     `tied`: a stored `lm_head.weight` should be a copy of the embedding, and is left out; `refuse_another_head` looks at
-    its values. Raises `CheckpointError` naming the first tensor that is missing, unknown, in two files or of another
-    shape, and its file.
+    its values. Raises `CheckpointError` naming the first tensor that is missing, unknown, in two files, of another
+    shape or no floating-point numbers, and its file.
     """
     located: dict[str, Path] = {}
     for file in weight_files(folder):
-        for name, shape in tensor_shapes(file):
+        for name, (dtype, shape) in read_header(file).items():
             if name.endswith(IGNORED_SUFFIX) or (name == HEAD and tied and shape == expected.get(EMBEDDING)):
                 continue
             if name not in expected:
@@ -78,6 +82,8 @@ def locate_tensors(
                 raise CheckpointError(
                     f"{file}: tensor {name} has shape {list(shape)}, config.json gives {list(expected[name])}"
                 )
+            if dtype not in FLOATS:
+                raise CheckpointError(f"{file}: tensor {name} has dtype {dtype}; expected one of {', '.join(FLOATS)}")
             if name in located:
                 raise CheckpointError(f"{file}: tensor {name} is in {located[name].name} too; expected it in one file")
             located[name] = file
@@ -118,41 +124,73 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that the index names, or the only one. Raises `CheckpointError` for one that is missing."""
     index = folder / INDEX_FILE
+    files = [folder / WEIGHTS_FILE]
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            if not names or not all(isinstance(name, str) for name in names):
+                raise ValueError("expected a file's name for each tensor")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index}: unreadable index ({error!r})") from None
-        files = [folder / name for name in names]
-    else:
-        files = [folder / WEIGHTS_FILE]
+        files = [folder / name for name in sorted(set(names))]
     for file in files:
         if not file.is_file():
-            raise CheckpointError(f"{file}: not found; expected {WEIGHTS_FILE}, or shards named by {INDEX_FILE}")
+            raise CheckpointError(
+                f"{file}: not found{stray_shards(folder)}; expected {WEIGHTS_FILE}, or shards named by {INDEX_FILE}"
+            )
     return files
 
 
-def tensor_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes from one file's header, in its order. Needs neither torch nor safetensors: `rl360 check` asks.
+def stray_shards(folder: Path) -> str:
+    """Said beside a file that is not there: shards that no index names, as a download that was cut leaves them."""
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not found or (folder / INDEX_FILE).is_file():
+        return ""
+    return f" ({found[0]}{' and others are' if found[1:] else ' is'} there, and no {INDEX_FILE})"
 
-    The header is JSON behind its length, 8 bytes of little endian (the safetensors format).
+
+def tensor_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes from one file's header, in its order; see `read_header`."""
+    yield from ((name, shape) for name, (_, shape) in read_header(file).items())
+
+
+def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """{name: (dtype as the format spells it, shape)} of one file, in its order, the whole header looked at.
+
+    The header is JSON behind its length, 8 bytes of little endian; the tensors' bytes follow without a gap (the
+    safetensors format). Needs neither torch nor safetensors: `rl360 check` asks. Raises `CheckpointError` for a file
+    that is not what its header says.
     """
     try:
+        actual = file.stat().st_size
         with open(file, "rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             if size > MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {size} bytes")
+                raise ValueError(f"truncated, or no such file: a header of {size} bytes, {actual} in all")
             text = stream.read(size)
-        if len(text) < size:
-            raise ValueError(f"{len(text)} of {size} bytes of the header are there")
-        tensors = {str(name): entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-        shapes = {name: tuple(map(int, entry["shape"])) for name, entry in tensors.items()}
-        needed = 8 + size + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-        if file.stat().st_size != needed:
-            raise ValueError(f"{file.stat().st_size} bytes; its header says {needed}")
+        if len(text) < size or actual < 8:
+            raise ValueError(f"truncated: {len(text)} of {size} bytes of the header are there")
+        entries = {str(name): entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        found, places = {}, []
+        for name, entry in entries.items():
+            dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
+            begin, end = map(int, entry["data_offsets"])
+            itemsize = ITEMSIZES.get(dtype)
+            if min(shape, default=0) < 0 or (itemsize is not None and end - begin != itemsize * prod(shape)):
+                raise ValueError(f"tensor {name}: {end - begin} bytes for {dtype} of shape {list(shape)}")
+            found[name] = (dtype, shape)
+            places.append((begin, end, name))
+        needed = 0
+        for begin, end, name in sorted(places):
+            if begin != needed:
+                raise ValueError(f"tensor {name} begins at byte {begin}; the one before ends at {needed}")
+            needed = end
+        if actual != 8 + size + needed:
+            raise ValueError(f"{actual} bytes; its header says {8 + size + needed}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: unreadable safetensors file ({error})") from None
-    yield from shapes.items()
+        why = f"no {error} in its header" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{file}: unreadable safetensors file ({why})") from None
+    return found
 
 
 class WeightFiles:
@@ -177,16 +215,8 @@ class WeightFiles:
         """Of every tensor, as its file holds it."""
         import torch
 
-        known = {"F32": torch.float32, "F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16}
-        found = {}
-        for name in self.files:
-            word = self._file(name).get_slice(name).get_dtype()
-            if word not in known:
-                raise CheckpointError(
-                    f"{self.files[name]}: tensor {name} has dtype {word}; expected one of {', '.join(known)}"
-                )
-            found[name] = known[word]
-        return found
+        known = dict(zip(FLOATS, (torch.float32, torch.float64, torch.float16, torch.bfloat16), strict=True))
+        return {name: known[self._file(name).get_slice(name).get_dtype()] for name in self.files}
 
     def read(self, name: str, axis: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         """The slice [start, stop) along `axis` (0 or 1) of a tensor, in the dtype that the file holds."""

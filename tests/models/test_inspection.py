@@ -113,6 +113,7 @@ def test_half_precision_headers_are_read_too(tmp_path):
             "partial_rotary_factor 0.25",
         ),
         ({"layernorm_num_groups": 5}, "does not divide into 5 norm groups"),
+        ({"layernorm_num_groups": None}, "no layernorm_num_groups"),  # one group would be other numbers, unnoticed
     ],
 )
 def test_sisters_of_k2_horizon_that_are_not_computed_are_refused(tmp_path, values, said):
@@ -156,6 +157,12 @@ def test_missing_and_unreadable_configs(tmp_path):
         ({"rope_theta": "1e7"}, 'rope_theta is "1e7"; expected a number'),
         ({"rope_parameters": {"rope_theta": "1e7"}}, 'rope_parameters: rope_theta is "1e7"; expected a number'),
         ({"rope_scaling": "linear"}, 'rope_scaling is "linear"; expected an object'),
+        ({"partial_rotary_factor": [0.5]}, "partial_rotary_factor [0.5]; whole heads are rotated"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN; expected a number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; expected more than 0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0; expected more than 0"),
+        ({"initializer_range": -0.02}, "initializer_range is -0.02; expected 0 or more"),
+        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings is "false"; expected true or false'),
     ],
 )
 def test_a_config_with_something_else_for_a_number_is_named(tmp_path, values, said):
@@ -257,3 +264,12 @@ def test_a_tiny_name_is_made_not_fetched(tmp_path):
 
     with pytest.raises(ConfigError, match="made, not fetched; try: rl360 model tiny --family qwen3"):
         fetch("tiny_qwen3", tmp_path / "m")
+
+
+def test_null_means_what_an_absent_key_means(tmp_path):
+    folder = write_tiny(tmp_path / "m", "llama")
+    change(folder, rms_norm_eps=None, max_position_embeddings=None, initializer_range=None, tie_word_embeddings=None)
+    raw = json.loads((folder / "config.json").read_text())
+    config = DecoderConfig.from_hf(raw)
+    assert config == DecoderConfig.from_hf({key: value for key, value in raw.items() if value is not None})
+    assert (config.rms_norm_eps, config.max_positions, config.initializer_range) == (1e-6, 2048, 0.02)

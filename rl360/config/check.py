@@ -8,7 +8,7 @@ torch, Harbor and transformers are never imported here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from rl360.config.combinations import combination_problems
 from rl360.config.compose import Composed
 from rl360.config.files import Found, look
 from rl360.config.schemas import SCHEMAS, ComposedConfig, MegatronTrainerConfig, RootConfig, schema_of
-from rl360.config.targets import Constructor, TargetError, allowed, argument_problems, constructor
+from rl360.config.targets import OWN_PREFIXES, Constructor, TargetError, allowed, argument_problems, constructor
 from rl360.config.walk import Walker
 
 # What rl360.engine.build passes besides the config's own keys.
@@ -163,5 +163,8 @@ def _target_problems(config: RootConfig) -> Iterator[str]:
         section = getattr(config, group)
         found = yield from _checked_target(f"{group}.import_path", section.import_path, prefixes)
         if found is not None:
-            # Harbor passes its own arguments besides; only names that nothing takes are wrong.
+            # Harbor passes its own arguments besides; only names that nothing takes are wrong. Its classes take any
+            # name and drop it: of ours whose bases could all be read, a name that none of them has is a slip.
+            if section.import_path.startswith(OWN_PREFIXES) and found.all_named:
+                found = replace(found, accepts_any=False)
             yield from (f"{group}.kwargs.{p}" for p in argument_problems(found, section.kwargs, found.required))

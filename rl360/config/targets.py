@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from rl360.config.walk import fits_type
 
 OWN_PREFIXES = ("rl360.", "launchers.")
 _MAX_HOPS = 8  # re-exports and base classes followed before we give up and accept anything
+_WITHOUT_KEYWORDS = ("Protocol", "object", "ABC")
 
 _SIMPLE_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 
@@ -31,6 +32,7 @@ class Constructor:
     annotations: Mapping[str, str]
     required: tuple[str, ...]
     accepts_any: bool = False  # **kwargs, or a base class that could not be read
+    all_named: bool = True  # all base classes were read: what is not in `annotations` is taken by nobody that we know
 
 
 class TargetError(Exception):
@@ -112,7 +114,7 @@ def _statements(body: Iterable[ast.stmt]) -> Iterable[ast.stmt]:
 
 def _class_in(module: str, name: str, hops: int) -> Constructor:
     if hops == 0:
-        return Constructor(name, {}, (), accepts_any=True)
+        return Constructor(name, {}, (), accepts_any=True, all_named=False)
     tree, spec = _source(module)
     names = []
     for statement in _statements(tree.body):
@@ -137,36 +139,48 @@ def _absolute(statement: ast.ImportFrom, module: str, spec: ModuleSpec) -> str:
 
 
 def _constructor_of(node: ast.ClassDef, module: str, tree: ast.Module, spec: ModuleSpec, hops: int) -> Constructor:
-    for statement in node.body:
-        if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-            own = _from_init(node.name, statement)
-            return _with_base(own, node, module, hops) if own.accepts_any else own
+    bases = [base for base in node.bases if not (isinstance(base, ast.Name) and base.id in _WITHOUT_KEYWORDS)]
+    methods = {s.name: s for s in node.body if isinstance(s, ast.FunctionDef)}
+    if "__init__" in methods:
+        own = _from_init(node.name, methods["__init__"])
+        if "__new__" in methods:  # may hand keywords to another class
+            own = replace(own, all_named=False)
+        return _with_bases(own, bases, module, hops) if own.accepts_any and bases else own
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
         return _from_dataclass(node)
-    for base in node.bases:
-        if not isinstance(base, ast.Name) or base.id in ("Protocol", "object", "ABC"):
-            continue
-        try:
-            found = _class_in(module, base.id, hops - 1)
-        except (TargetError, OSError, SyntaxError):
-            return Constructor(node.name, {}, (), accepts_any=True)
-        return Constructor(node.name, found.annotations, found.required, found.accepts_any)
-    return Constructor(node.name, {}, (), accepts_any=bool(node.bases))
+    named = next((base for base in bases if isinstance(base, ast.Name)), None)
+    found = _base(named, module, hops) if named is not None else None
+    if found is None:
+        return Constructor(node.name, {}, (), accepts_any=bool(bases), all_named=not bases)
+    return replace(found, name=node.name, all_named=found.all_named and len(bases) == 1)
 
 
-def _with_base(own: Constructor, node: ast.ClassDef, module: str, hops: int) -> Constructor:
-    """What `**kwargs` hands on: the keywords of the first base class, when that is one of ours and takes no others."""
-    base = node.bases[0] if node.bases else None
+def _base(base: ast.expr, module: str, hops: int) -> Constructor | None:
+    """The constructor of a base class; None when it cannot be read."""
     if not isinstance(base, ast.Name):
-        return own
+        return None
     try:
-        found = _class_in(module, base.id, hops - 1)
+        return _class_in(module, base.id, hops - 1)
     except (TargetError, OSError, SyntaxError):
-        return own
-    if found.accepts_any:
-        return own
-    required = [*own.required, *(name for name in found.required if name not in own.annotations)]
-    return Constructor(own.name, {**found.annotations, **own.annotations}, tuple(required))
+        return None
+
+
+def _with_bases(own: Constructor, bases: Iterable[ast.expr], module: str, hops: int) -> Constructor:
+    """With what `**kwargs` hands on: the keywords of the base classes. It takes any others if one of them does."""
+    found = [_base(base, module, hops) for base in bases]
+    read = [one for one in found if one is not None]
+    annotations = dict(own.annotations)
+    required = list(own.required)
+    for one in read:
+        annotations = {**one.annotations, **annotations}
+        required += [name for name in one.required if name not in own.annotations and not one.accepts_any]
+    return Constructor(
+        own.name,
+        annotations,
+        tuple(required),
+        accepts_any=len(read) < len(found) or any(one.accepts_any for one in read),
+        all_named=own.all_named and len(read) == len(found) and all(one.all_named for one in read),
+    )
 
 
 def _from_init(name: str, init: ast.FunctionDef) -> Constructor:

@@ -115,3 +115,17 @@ def test_checking_never_imports_the_heavy_packages():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_keyword_that_a_sandbox_or_an_agent_of_ours_does_not_take_is_named():
+    """Harbor's base classes take any keyword and drop it, so a slip would change nothing and say nothing."""
+    broken = values("agent=terminus_2")
+    broken["agent"]["kwargs"] |= {"max_failurs": 2, "parser_name": "xml", "request_timeout_s": 500.0}
+    broken["sandbox"]["kwargs"] = {"artifact_mib": 5, "persistent_env": {}}
+    assert load(broken).problems == (
+        "agent.kwargs.max_failurs: unknown key for Terminus2Agent; did you mean max_failures?",
+        "sandbox.kwargs.artifact_mib: unknown key for LocalSandbox; did you mean artifacts_mib?",
+    )
+    handed_on = values("agent=harbor")
+    handed_on["agent"]["kwargs"]["anything"] = 1  # the named agent may know it
+    assert load(handed_on).problems == ()

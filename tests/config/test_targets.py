@@ -30,6 +30,21 @@ class PassesToAnything(Anything):
 class Anything:
     def __init__(self, **kwargs): ...
 
+class Mixin(ABC): ...
+
+class Both(Base, Mixin):
+    def __init__(self, width: int = 2, **kwargs): ...
+
+class AnyOfBoth(Mixin, Anything):
+    def __init__(self, width: int = 2, **kwargs): ...
+
+class HandsOn(Anything):
+    def __new__(cls, **kwargs): ...
+    def __init__(self, **kwargs): ...
+
+class PassesElsewhere(torch_that_is_not_installed.Thing):
+    def __init__(self, width: int = 2, **kwargs): ...
+
 class NoInit: ...
 
 class FromElsewhere(torch_that_is_not_installed.Thing): ...
@@ -65,6 +80,19 @@ def test_keywords_that_are_handed_on_are_the_bases(package):
         "depth: 'x'; expected int",
     ]
     assert constructor(f"{package}.parts.PassesToAnything").accepts_any
+
+
+def test_keywords_of_several_bases_and_whether_all_of_them_were_read(package):
+    """(keywords, takes any other, every class that could name one was read)"""
+    found = {name: constructor(f"{package}.parts.{name}") for name in ("Both", "AnyOfBoth", "HandsOn")}
+    found["PassesElsewhere"] = constructor(f"{package}.parts.PassesElsewhere")
+    assert {name: (set(c.annotations), c.accepts_any, c.all_named) for name, c in found.items()} == {
+        "Both": ({"root", "depth", "width"}, False, True),
+        "AnyOfBoth": ({"width"}, True, True),
+        "HandsOn": (set(), True, False),
+        "PassesElsewhere": ({"width"}, True, False),
+    }
+    assert found["Both"].required == ("root",)
 
 
 def test_packages_without_an_init_file(package, tmp_path):

@@ -38,6 +38,7 @@ class Setup:
     reference: bool
     fp32_logits: bool = True
     transformer_engine: bool = False
+    sequence_parallel: bool = True  # as the key says, which counts once there are tensor ranks
 
     @classmethod
     def of(cls, config: RootConfig, model: ModelShape) -> Setup:
@@ -55,6 +56,7 @@ class Setup:
             reference=config.algorithm.kl_coef > 0,
             fp32_logits=config.model.fp32_logits,
             transformer_engine=trainer.transformer_engine,
+            sequence_parallel=trainer.sequence_parallel,
         )
 
     @property
@@ -203,6 +205,9 @@ def _fitting(setup: Setup, capacity: int) -> Iterator[tuple[str, int]]:
 def _knobs(setup: Setup) -> Iterator[list[tuple[str, Setup]]]:
     """Each knob with its further values as overrides, the least costly in speed first."""
     yield [(f"trainer.logprob_chunk_tokens={n}", replace(setup, chunk=n)) for n in _halves(setup.chunk, 64)]
+    if setup.layout.tensor > 1 and not setup.layout.sequence_parallel:
+        shared = replace(setup, sequence_parallel=True, layout=replace(setup.layout, sequence_parallel=True))
+        yield [("trainer.sequence_parallel=true", shared)]
     least = -(-setup.longest // setup.layout.context)  # an attempt is never cut
     budgets = [n for n in _halves(setup.tokens_per_gpu, 256) if n > least]
     if setup.tokens_per_gpu > least:
@@ -252,7 +257,7 @@ def _resized(setup: Setup, axis: str, size: int) -> Layout | None:
             layout.world_size,
             **sizes,
             virtual_pipeline=layout.virtual_pipeline,
-            sequence_parallel=True,
+            sequence_parallel=setup.sequence_parallel,
             model=setup.model,
         )
     except ConfigError:

@@ -67,6 +67,20 @@ def test_nearly_full_is_said(k2):
     assert "of GiB, assumed" in assumed.lines()[1]
 
 
+def test_without_sequence_parallelism_the_advice_is_for_a_layout_without(k2):
+    """Each value is the forecast of a run with exactly those overrides; and the key itself is a knob."""
+    without = {"sequence_parallel": False, "context_parallel_size": 2, "max_tokens_per_gpu": 65536}
+
+    def needed(**changes):
+        return gpu_forecast(k2(**{**without, **changes}), K2_HORIZON, None).needed
+
+    capacity = needed(sequence_parallel=True)
+    message = gpu_forecast(k2(**without), K2_HORIZON, capacity).message()
+    assert f"trainer.sequence_parallel=true ({capacity / GIB:.1f} GiB)" in message
+    assert f"trainer.tensor_parallel_size=4 ({needed(tensor_parallel_size=4) / GIB:.1f} GiB)" in message
+    assert needed(tensor_parallel_size=4) > 1.1 * needed(tensor_parallel_size=4, sequence_parallel=True)
+
+
 def test_each_stage_has_a_row(k2):
     lines = gpu_forecast(k2(pipeline_parallel_size=4), K2_HORIZON, int(H200_GIB * GIB)).lines()
     assert len(lines) == 2 + 4
@@ -96,6 +110,7 @@ def overridden(setup: Setup, text: str) -> Setup:
     names = {"tensor_parallel_size": "tensor", "context_parallel_size": "context", "pipeline_parallel_size": "pipeline"}
     layout, num_gpus = setup.layout, setup.layout.world_size
     axes = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline}
+    sequence_parallel = setup.sequence_parallel
     for override in text.split():
         key, _, value = override.removeprefix("trainer.").partition("=")
         if key in names:
@@ -104,12 +119,15 @@ def overridden(setup: Setup, text: str) -> Setup:
             num_gpus = int(value)
         elif key == "recompute":
             setup = replace(setup, recompute=value)
+        elif key == "sequence_parallel":
+            sequence_parallel = {"true": True, "false": False}[value]
         elif key == "max_tokens_per_gpu":
             setup = replace(setup, tokens_per_gpu=int(value))
         else:
             assert key == "logprob_chunk_tokens"
             setup = replace(setup, chunk=int(value))
-    return replace(setup, layout=Layout.of(num_gpus, **axes, model=setup.model))
+    layout = Layout.of(num_gpus, **axes, sequence_parallel=sequence_parallel, model=setup.model)
+    return replace(setup, layout=layout)
 
 
 @given(
@@ -120,10 +138,11 @@ def overridden(setup: Setup, text: str) -> Setup:
     budget=st.sampled_from([8192, 16384, 40000]),
     capacity_gib=st.sampled_from([40.0, 79.6, 139.8]),
     chunk=st.sampled_from([512, 8192]),
+    sequence=st.booleans(),
 )
-def test_what_is_advised_fits(tensor, context, data, longest, budget, capacity_gib, chunk):
-    layout = Layout(tensor, 1, None, context, data, tensor > 1)
-    setup = Setup(K2_HORIZON, layout, budget, longest, chunk, "none", True, False)
+def test_what_is_advised_fits(tensor, context, data, longest, budget, capacity_gib, chunk, sequence):
+    layout = Layout(tensor, 1, None, context, data, sequence and tensor > 1)
+    setup = Setup(K2_HORIZON, layout, budget, longest, chunk, "none", True, False, sequence_parallel=sequence)
     capacity = int(capacity_gib * GIB)
     found = GpuForecast(setup, tuple(setup.stages()), capacity, assumed=False)
     if found.fits:

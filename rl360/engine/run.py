@@ -169,7 +169,13 @@ def _starting_state(store: CheckpointStore, checkpoint: Checkpoint | None, curso
     for problem in damaged:
         log.warning("%s; going on from %s", problem, checkpoint.folder)
         print(f"warning: {problem}; going on from {checkpoint.folder.name}", file=sys.stderr)
-    verify_checkpoint(checkpoint)
+    try:
+        verify_checkpoint(checkpoint)
+    except CheckpointError as error:
+        if len(complete := store.complete()) < 2:
+            raise
+        way_out = f"or move {checkpoint.folder} away to go on from {complete[1].folder.name}"
+        raise CheckpointError(f"{error}, {way_out}") from None
     state = checkpoint.state
     if state.task_fingerprint not in (None, cursor.fingerprint):
         raise CheckpointError(

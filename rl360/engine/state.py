@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import threading
 import zlib
@@ -32,6 +33,7 @@ MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"  # crc32 of each of the trainer's files, verified when a run resumes
 TRAINER = "trainer"  # what the trainer wrote
 TEMPORARY = ".tmp-"
+NAME = re.compile(r"iteration-\d{6,}(-\d+)?")  # a folder of another name, such as somebody's copy, is left alone
 POINTERS = ("latest", "best")
 CHECKSUM_THREADS = 8  # a core computes about 1 GB/s, and disks that hold 100 GB checkpoints read faster
 
@@ -145,7 +147,7 @@ class CheckpointStore:
         """Checkpoint folders that are not whole, one line each."""
         return [
             f"{folder} is incomplete or damaged"
-            for folder in sorted(self.folder.glob("iteration-*"))
+            for folder in sorted(self._folders())
             if read_checkpoint(folder) is None
         ]
 
@@ -154,17 +156,22 @@ class CheckpointStore:
 
     def complete(self) -> list[Checkpoint]:
         """Every complete checkpoint, the newest first."""
-        found = [read_checkpoint(folder) for folder in self.folder.glob("iteration-*")]
+        found = [read_checkpoint(folder) for folder in self._folders()]
         whole = (one for one in found if one is not None)
         return sorted(whole, key=lambda one: (one.state.iteration, _serial(one.folder)), reverse=True)
 
     # ---- inside
 
+    def _folders(self) -> list[Path]:
+        """The store's own, whole or not; a link to one that was moved to another disk is one, too."""
+        return [path for path in self.folder.glob("iteration-*") if NAME.fullmatch(path.name) and path.is_dir()]
+
     def _new_folder(self, state: RunState) -> tuple[Path, Path]:
         """(where to write, what that becomes)."""
         # A resumed run may come to an iteration that has a folder; that one stays until the new one is complete.
         name = f"iteration-{state.iteration:06d}"
-        serials = [_serial(folder) for folder in self.folder.glob(f"{name}*")]
+        taken = [path.name for path in self.folder.glob(f"{name}*")]
+        serials = [_serial(Path(found)) for found in taken if NAME.fullmatch(found)]
         final = self.folder / (f"{name}-{max(serials) + 1}" if serials else name)
         temporary = self.folder / f"{TEMPORARY}{name}"
         temporary.mkdir()
@@ -200,7 +207,7 @@ class CheckpointStore:
         try:
             pointer = json.loads((self.folder / f"{name}.json").read_text())
             return read_checkpoint(self.folder / pointer["checkpoint"])
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def _retain(self) -> None:
@@ -214,15 +221,15 @@ class CheckpointStore:
                 keep.add(pointed.folder)
         if not keep:
             return
-        for folder in self.folder.glob("iteration-*"):
+        for folder in self._folders():
             if folder not in keep:
                 doomed = self.folder / f"{TEMPORARY}deleted-{folder.name}"
                 os.rename(folder, doomed)  # in one step no checkpoint any more, however long the deletion takes
-                shutil.rmtree(doomed)
+                _remove(doomed)
 
     def _remove_leftovers(self) -> None:
-        for folder in self.folder.glob(f"{TEMPORARY}*"):
-            shutil.rmtree(folder)
+        for leftover in self.folder.glob(f"{TEMPORARY}*"):
+            _remove(leftover)
         for half_written in self.folder.glob(".*.json.tmp"):
             half_written.unlink()
 
@@ -235,7 +242,8 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
         row = json.loads((folder / STATE).read_text())
         state = RunState(**{key: value for key, value in row.items() if key in known})
         whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, TypeError):
+        whole = whole and CHECKSUMS in sizes and type(row["iteration"]) is int and type(row["version"]) is int
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return Checkpoint(folder, state) if whole else None
 
@@ -243,12 +251,20 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 def verify_checkpoint(checkpoint: Checkpoint) -> None:
     """Read every file of the trainer's part once. Raises CheckpointError naming the first whose bytes have changed."""
     try:
-        sums = json.loads((checkpoint.folder / CHECKSUMS).read_text())
-    except (OSError, ValueError) as error:
+        sums = dict(json.loads((checkpoint.folder / CHECKSUMS).read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{checkpoint.folder / CHECKSUMS}: unreadable ({error})") from error
     for path, found in _checksums([checkpoint.folder / name for name in sums]):
         if found != sums[str(path.relative_to(checkpoint.folder))]:
             raise CheckpointError(f"{path}: its bytes are not those that were saved; restore it")
+
+
+def _remove(path: Path) -> None:
+    """A folder with what is in it; of a link only itself."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _checksums(paths: list[Path]) -> list[tuple[Path, int]]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rl360.engine.run import _starting_state
 from rl360.engine.state import CheckpointStore, RunState, only_writer, read_checkpoint, verify_checkpoint
 from rl360.errors import CheckpointError, RL360Error
 
@@ -129,6 +132,53 @@ def test_an_incomplete_folder_is_not_a_checkpoint(tmp_path, damage):
     latest = store.latest()
     assert latest is not None
     assert latest.state.iteration == 2
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "5", '"x"', "{}", '{"iteration": "2"}', '{"iteration": null}'])
+@pytest.mark.parametrize("file", ["state.json", "manifest.json", "best.json", "latest.json"])
+def test_a_file_that_holds_something_else_is_damage_and_no_bug(tmp_path, file, text):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    store.save(RunState(1, 1), weights(1))
+    newest = store.save(RunState(2, 2), weights(2), best=True).folder
+    ((newest if (newest / file).exists() else store.folder) / file).write_text(text)
+    if file == "latest.json":
+        (store.folder / "best.json").unlink()
+    assert store.best() is None
+    assert len(store.damaged()) == (file in ("state.json", "manifest.json"))
+    latest = CheckpointStore(tmp_path).latest()
+    assert latest is not None
+    assert latest.state.iteration == (2 if file in ("best.json", "latest.json") else 1)
+    verify_checkpoint(latest)
+    store.save(RunState(3, 3), weights(3))
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state.iteration == 3
+
+
+def test_copies_that_somebody_made_are_neither_counted_nor_deleted(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=1, keep_best=False)
+    store.save(RunState(1, 1), weights(1))
+    mine = ["iteration-000001-backup", "iteration-000001.bak", "iteration-000001 (copy)", "iteration-old"]
+    for name in mine:
+        shutil.copytree(store.folder / "iteration-000001", store.folder / name)
+    (store.folder / "iteration-notes.txt").write_text("the second one is the good one")
+    assert [one.folder.name for one in store.complete()] == ["iteration-000001"]
+    store.save(RunState(1, 10), weights(10))
+    store.save(RunState(2, 2), weights(2))
+    assert names(store) == sorted([*mine, "iteration-notes.txt", "iteration-000002", "latest.json"])
+    assert store.damaged() == []
+
+
+def test_a_checkpoint_that_was_moved_away_and_linked(tmp_path):
+    """It counts like any; when its time has come the link goes, and what it points at stays."""
+    store = CheckpointStore(tmp_path, keep_last=1, keep_best=False)
+    moved = store.save(RunState(1, 1), weights(1)).folder
+    elsewhere = moved.rename(tmp_path / "large disk")
+    moved.symlink_to(elsewhere)
+    assert CheckpointStore(tmp_path).latest().state.iteration == 1
+    store.save(RunState(2, 2), weights(2))
+    assert names(store) == ["iteration-000002", "latest.json"]
+    assert read_checkpoint(elsewhere) is not None
 
 
 def test_a_lost_or_broken_pointer_does_not_lose_the_checkpoint(tmp_path):
@@ -287,6 +337,20 @@ def test_flipped_bytes_are_noticed_before_a_run_goes_on(tmp_path):
     assert store.latest() is not None
     with pytest.raises(CheckpointError, match=victim.name):
         verify_checkpoint(store.latest())
+
+
+def test_a_changed_checkpoint_is_refused_with_the_way_to_the_older_one(tmp_path):
+    store, cursor = CheckpointStore(tmp_path, keep_last=2), SimpleNamespace(fingerprint=None, position=0)
+    store.save(RunState(1, 1), weights(1))
+    newest = store.save(RunState(2, 2), weights(2)).folder
+    (newest / "trainer" / "trainer.pt").write_bytes(bytes([7]) * 100)
+    with pytest.raises(CheckpointError, match=rf"restore it, or move {newest} away to go on from iteration-000001$"):
+        _starting_state(store, store.latest(), cursor)
+    newest.rename(tmp_path / "away")
+    assert _starting_state(store, store.latest(), cursor).iteration == 1
+    (store.folder / "iteration-000001" / "trainer" / "trainer.pt").write_bytes(bytes([7]) * 100)
+    with pytest.raises(CheckpointError, match=r"restore it$"):
+        _starting_state(store, store.latest(), cursor)
 
 
 def test_a_cut_checkpoint_is_named(tmp_path):

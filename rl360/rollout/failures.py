@@ -241,6 +241,7 @@ CAUSES: Mapping[str, Row] = MappingProxyType(
                     "trial_timeout",
                     "worker_died",
                     "worker_error",
+                    "worker_stood_still",  # and a timer went on meanwhile
                 ),
             ),
             # A request that the engine refuses as it stands: too long, or out of its memory. It would refuse it again.
@@ -262,6 +263,8 @@ _ELSEWHERE = ("model_", "sandbox_build", "sandbox_start_timeout")  # causes: the
 # Ends of a verifier without a verdict. The task is to blame, unless the same tests judged another attempt of its group.
 NO_VERDICT = frozenset({"verifier_timeout", "verifier_no_reward", "verifier_garbage"})
 INTERRUPTED = "interrupted"  # in a trial's metadata: something outside ended its sandbox, or a process in it
+STOOD_STILL = "stood_still"  # in a trial's metadata: seconds in which its worker did nothing, while timers went on
+TIMERS = frozenset({"AgentTimeoutError", "VerifierTimeoutError"})  # of those that would count against the policy
 HOSTS_FAILURE = "hosts_failure"  # in a trial's metadata: this machine was at its end, and not the sandbox
 # In a trial's metadata, as "class name: message": what failed after the failure that the trial is known by.
 LATER_FAILURE = "later_failure"
@@ -332,6 +335,8 @@ def _of_trial(trial: TrialResult, session: Session, agent_timeout_s: float) -> V
     if trial.agent_metadata.get(INTERRUPTED):
         # A test script that goes on after its program was killed writes a 0, and a command that was killed looks done.
         return classify_cause("sandbox_died")
+    if trial.agent_metadata.get(STOOD_STILL) and not TIMERS.isdisjoint((name, _later(trial)[0])):
+        return classify_cause("worker_stood_still")
     if not has_verdict and (resource := trial.agent_metadata.get("exhausted")) and not _failed_elsewhere(trial):
         # The policy used up its own sandbox (memory, disk, lifetime): the verifier had no ground left to stand on.
         return Verdict(Action.SCORE_ZERO, Stop.AGENT_ERROR, f"exhausted_{resource}")
@@ -360,12 +365,18 @@ def _of_trial(trial: TrialResult, session: Session, agent_timeout_s: float) -> V
     if stop is not None:
         if has_verdict:
             return Verdict(Action.TRAIN, stop)
-        later, _, message = str(trial.agent_metadata.get(LATER_FAILURE, "")).partition(": ")
+        later, message = _later(trial)
         under_it = _infrastructure(_row(later), message)
         if later and under_it.action is Action.REQUEUE:
             return under_it  # its own end left it a verdict, which it lost to what failed under the tests
         return Verdict(Action.SCORE_ZERO, stop, name)
     return _infrastructure(row, trial.exception_message or "")
+
+
+def _later(trial: TrialResult) -> tuple[str, str]:
+    """(name, message) of what failed after the failure that the trial is known by."""
+    name, _, message = str(trial.agent_metadata.get(LATER_FAILURE, "")).partition(": ")
+    return name, message
 
 
 def _failed_elsewhere(trial: TrialResult) -> bool:

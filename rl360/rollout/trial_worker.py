@@ -19,7 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rl360.rollout.failures import AGENT_ERROR, HOSTS_FAILURE, INTERRUPTED, LATER_FAILURE, OFFLINE
+from rl360.rollout.failures import AGENT_ERROR, HOSTS_FAILURE, INTERRUPTED, LATER_FAILURE, OFFLINE, STOOD_STILL
+from rl360.rollout.standstill import Standstill
 from rl360.types import AttemptSpec, Timings, TrialResult
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class TrialWorker:
         self._keep_trial_dirs = keep_trial_dirs
         self._slots = asyncio.Semaphore(max_concurrent)
         self._next_start = 0.0
+        self._standstill = Standstill()
 
     @property
     def _is_local(self) -> bool:
@@ -93,6 +95,7 @@ class TrialWorker:
     async def start(self) -> None:
         """Import Harbor, make the base root file system, remove what killed runs left. Raises without ability."""
         os.environ.update(_HARBOR_ENV)
+        self._standstill.begin()
         await asyncio.to_thread(self._prepare)
 
     def _prepare(self) -> None:
@@ -112,6 +115,7 @@ class TrialWorker:
 
     async def close(self) -> None:
         """End every sandbox of this process."""
+        self._standstill.close()
         if self._is_local:
             from rl360.sandboxes.local.host import close_hosts
 
@@ -162,6 +166,8 @@ class TrialWorker:
         own = watch.error if watch is not None else None
         total_s = time.monotonic() - began
         result = _map(spec, trial, separate, failure, recorded, own, trial_dir, queue_s, total_s)
+        if stood_s := self._standstill.seconds_since(began):
+            result = replace(result, agent_metadata={**result.agent_metadata, STOOD_STILL: stood_s})
         if self._is_ours and not self._sandbox.get("network"):
             result = replace(result, agent_metadata={**result.agent_metadata, OFFLINE: True})
         failed = result.exception_type is not None or result.rewards is None
@@ -251,7 +257,7 @@ def _map(
             failure = lost
         if harbor.agent_result is not None:
             metadata.update(harbor.agent_result.metadata or {})
-        for key in (AGENT_ERROR, HOSTS_FAILURE, INTERRUPTED, LATER_FAILURE, "exhausted"):  # ours to say
+        for key in (AGENT_ERROR, HOSTS_FAILURE, INTERRUPTED, LATER_FAILURE, STOOD_STILL, "exhausted"):  # ours to say
             metadata.pop(key, None)
         if later := [*recorded[1:], *([lost] if lost is not None else [])]:
             metadata[LATER_FAILURE] = f"{later[0].name}: {later[0].message}"[:_MAX_MESSAGE_CHARS]

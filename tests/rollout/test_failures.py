@@ -187,6 +187,20 @@ def test_no_verdict_counts_of_a_sandbox_that_was_interrupted(name, rewards):
     assert (verdict.action, verdict.cause) == (Action.REQUEUE, "sandbox_died")
 
 
+@pytest.mark.parametrize("rewards", [None, {"reward": 0.0}])
+def test_no_timer_counts_that_ran_out_while_its_worker_stood_still(rewards):
+    for name, more in (
+        ("AgentTimeoutError", {}),
+        ("VerifierTimeoutError", {}),
+        ("RuntimeError", {"agent_error": "RuntimeError", "later_failure": "VerifierTimeoutError: 60 s"}),
+    ):
+        verdict = classify(trial(name, rewards, stood_still=63.0, **more), session(), BUDGET_S)
+        assert (verdict.action, verdict.cause) == (Action.REQUEUE, "worker_stood_still"), name
+        assert classify(trial(name, rewards, **more), session(), BUDGET_S).cause != "worker_stood_still"
+    in_time = classify(trial(None, {"reward": 1.0}, stood_still=63.0), session(), BUDGET_S)
+    assert in_time.action is Action.TRAIN
+
+
 @pytest.mark.parametrize(
     ("later", "action", "cause"),
     [

@@ -205,6 +205,15 @@ async def test_verifier_timeout(make_worker: MakeWorker, model: Any, tmp_path: P
     assert (result.rewards, result.exception_type) == (None, "VerifierTimeoutError")
 
 
+async def test_a_timer_that_went_on_while_the_worker_stood_still_is_told(
+    make_worker: MakeWorker, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl360.rollout.standstill.Standstill.seconds_since", lambda self, began: 63.0)
+    task = make_task(tmp_path / "t", test_sh="#!/bin/bash\nsleep 60\n")
+    result = await one(make_worker, model, task, sandbox={"verifier_timeout_s": 0.7})
+    assert (result.exception_type, result.agent_metadata["stood_still"]) == ("VerifierTimeoutError", 63.0)
+
+
 async def test_several_rewards_and_json_beats_text(make_worker: MakeWorker, model: Any, tmp_path: Path) -> None:
     script = (
         '#!/bin/bash\ncd /logs/verifier\necho 0 > reward.txt\necho \'{"correct": 1, "style": 0.5}\' > reward.json\n'

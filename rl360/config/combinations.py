@@ -95,7 +95,7 @@ RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "gateway.smg_port": (0, 65535, False),
     "gateway.metrics_port": (0, 65535, False),
     "gateway.start_timeout_s": (0, 110, True),  # its worker has 120 s
-    "gateway.stop_timeout_s": (0, None, True),
+    "gateway.stop_timeout_s": (0, 60, True),  # the gateway as a whole has 90 s
     "gateway.health_interval_s": (0, None, True),
     "agent.max_turns": (1, None, False),
     "sandbox.memory_mib": (0, None, False),

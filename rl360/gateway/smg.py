@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 SMG = "rl360.gateway.smg_worker:SmgWorker"
 WATCH_S = 1.0
 TELL_S = 30.0  # more than smg_worker.REGISTER_S, for which the worker waits for engines that join
+# Its keeper answers at once unless it hangs; then engines that die stay in SMG, and others do not come. About as long
+# as requests are sent again for an engine that is gone (smg_route.GONE_FOR_S).
+KEEPER_HANGS_S = 20.0
 CLOSE_MARGIN_S = 3.0  # for the worker around SMG, after SMG's own time to stop
 KEY_BYTES = 24
 
@@ -100,10 +103,13 @@ class SmgGateway(DirectGateway):
             "smg_key": key,
         }
         self._close_s = stop_timeout_s + CLOSE_MARGIN_S
-        self._smg_group = worker_group_factory(target=SMG, size=1, kwargs=kwargs, name="smg")
+        self._smg_kwargs = kwargs
+        self._make_group = worker_group_factory
+        self._smg_group = self._make_group(target=SMG, size=1, kwargs=kwargs, name="smg")
         self._watching: asyncio.Task[None] | None = None
         self._smg_state: Mapping[str, Any] = {}
         self._worker_restarts = 0
+        self._replacing = asyncio.Lock()
 
     async def start(self) -> None:
         """Start SMG with every engine, then the proxy. Raises what their start raised."""
@@ -140,7 +146,8 @@ class SmgGateway(DirectGateway):
 
     async def close(self) -> None:
         if self._watching is not None:
-            self._watching.cancel()
+            async with self._replacing:  # a keeper that is just being started would be left behind
+                self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         await super().close()
         await asyncio.to_thread(self._smg_group.close, self._close_s)
@@ -148,22 +155,36 @@ class SmgGateway(DirectGateway):
     async def _tell_smg(self, urls: Sequence[str]) -> None:
         try:
             await self._smg_group.call(0, "set_engines", list(urls), timeout_s=TELL_S)
-        except (InfrastructureError, TimeoutError) as error:
+        except (RL360Error, TimeoutError) as error:  # one that is being replaced learns it when it is there
             log.warning("smg was not told of the serving set: %s", error)
 
     async def _watch(self) -> None:
-        """Know SMG's state, and start its worker again when that died (SMG died with it)."""
+        """Know SMG's state, and start its keeper again when that died (SMG died with it) or hangs."""
         while True:
             await asyncio.sleep(WATCH_S)
             try:
                 if not self._smg_group.alive(0):
-                    log.error("the worker that keeps smg died; starting both again")
-                    self._worker_restarts += 1
-                    await asyncio.to_thread(self._smg_group.restart, 0)
-                    if self._engine_urls is not None:
-                        await self._tell_smg(self._engine_urls)
-                self._smg_state = await self._smg_group.call(0, "state", timeout_s=self._call_timeout_s)
+                    await self._replace_keeper("died")
+                try:
+                    timeout_s = min(KEEPER_HANGS_S, self._call_timeout_s)
+                    self._smg_state = await self._smg_group.call(0, "state", timeout_s=timeout_s)
+                except TimeoutError:
+                    await self._replace_keeper("hangs")
             except (RL360Error, TimeoutError) as error:
                 log.error("smg: %s", error)
                 if getattr(error, "cause", "") == "smg_start":
                     self._smg_state = {**self._smg_state, "failure": str(error)}
+
+    async def _replace_keeper(self, why: str) -> None:
+        """A new one with the serving set of now: the one that the run began with may have lost engines, for which a
+        start would wait in vain."""
+        log.error("the worker that keeps smg %s; starting both again", why)
+        self._worker_restarts += 1
+        now = {} if self._engine_urls is None else {"engine_urls": list(self._engine_urls)}
+        kwargs = {**self._smg_kwargs, **now, "await_all": False}
+        async with self._replacing:
+            await asyncio.to_thread(self._smg_group.close, 0.0)
+            self._smg_group = self._make_group(target=SMG, size=1, kwargs=kwargs, name="smg")
+            await asyncio.to_thread(self._smg_group.start)
+        if self._engine_urls is not None:
+            await self._tell_smg(self._engine_urls)

@@ -47,7 +47,8 @@ class SmgWorker:
 
     Args:
         rank: of the worker group.
-        engine_urls: the serving set; all of it must be there for `start`.
+        engine_urls: the serving set.
+        await_all: all of it must be there for `start`; false: who does not come soon is tried for on.
         host, port, metrics_port, policy, smg_args: see SmgGatewayConfig; ports that are fixed.
         request_timeout_s: of one model call.
         start_timeout_s: until SMG answers and has every engine.
@@ -74,6 +75,7 @@ class SmgWorker:
         smg_args: Sequence[str] = (),
         api_key_env: str | None = None,
         smg_key: str = "",
+        await_all: bool = True,
     ) -> None:
         if api_key_env and api_key_env not in os.environ:
             raise ConfigError(f"gateway.api_key_env: {api_key_env} is not set in the environment")
@@ -83,6 +85,7 @@ class SmgWorker:
         self._url = settings.url
         self._wanted = list(dict.fromkeys(engine_urls))
         self._engine_key = key if api_key_env else None
+        self._await_all = await_all
         self._start_timeout_s = start_timeout_s
         self._interval_s = health_interval_s
         self._clients: dict[str, HttpEngine] = {}
@@ -99,11 +102,12 @@ class SmgWorker:
         require_smg()
         await self._smg.start(self._start_timeout_s)
         try:
-            missing = await self._until_registered(self._start_timeout_s, self._wanted)
+            patience_s = self._start_timeout_s if self._await_all else REGISTER_S
+            missing = await self._until_registered(patience_s, self._wanted)
         except BaseException:
             await self._smg.close()
             raise
-        if missing:
+        if missing and self._await_all:
             await self._smg.close()
             reasons = "; ".join(f"{url}: {self._waits.get(url, 'not registered')}" for url in missing)
             raise InfrastructureError(
@@ -111,7 +115,7 @@ class SmgWorker:
             )
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._keep_running()), loop.create_task(self._keep_engines())]
-        log.info("smg (pid %d) at %s has %d engine(s)", self._smg.pid, self._url, len(self._wanted))
+        log.info("smg (pid %d) at %s has %d engine(s)", self._smg.pid, self._url, len(self._wanted) - len(missing))
 
     def url(self) -> str:
         return self._url

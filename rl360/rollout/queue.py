@@ -45,6 +45,7 @@ from rl360.types import (
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 10.0  # for open trials to clean up their sandboxes when the queue closes
+GATEWAY_GRACE_S = 90.0  # for the gateway, whose parts have limits of their own: SMG's is gateway.stop_timeout_s
 DISCARD_TRIES = 3  # a proxy that stood still takes its time, and may have opened the session after all
 REQUEUE_PAUSE_S = 0.25  # before the second try, doubled before each later one: what failed may be on its way back
 
@@ -190,9 +191,9 @@ class QueueRollout:
         if self._thread.is_alive():
             self.drain()
             try:
-                self._in_loop(self._gateway.close()).result(STOP_GRACE_S)
+                self._in_loop(self._gateway.close()).result(GATEWAY_GRACE_S)
             except (TimeoutError, InfrastructureError) as error:
-                log.warning("gateway did not close cleanly: %s", error)
+                log.warning("gateway did not close cleanly: %s", str(error) or f"not within {GATEWAY_GRACE_S:g} s")
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_GRACE_S)
         self._workers.close()

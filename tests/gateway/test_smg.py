@@ -169,6 +169,35 @@ async def test_the_keeper_of_smg_is_replaced_too(tmp_path: Path) -> None:
     assert (len(session.turns), session.stop) == (2, None)
 
 
+async def test_a_keeper_that_hangs_is_replaced_and_not_with_engines_that_have_gone_since(tmp_path: Path) -> None:
+    async with rig("smg", tmp_path, call_timeout_s=2.0) as made:
+        stays, goes = made.servers
+        await made.gateway.set_engines([stays.url])
+        await goes.stop()
+        smg_pid = (await made.gateway._smg_group.call(0, "state"))["pid"]
+        os.kill(made.gateway._smg_group.pid(0), signal.SIGSTOP)
+        await until(lambda: not alive(smg_pid))
+        await until(lambda: made.gateway._smg_state.get("engines") == [stays.url])
+        assert await made.gateway.health()
+        await made.open("a")
+        await made.say("a")
+        assert (await made.gateway.counts())["smg_restarts"] == 1
+
+
+async def test_a_keeper_that_dies_while_an_engine_is_away_comes_back_without_it(tmp_path: Path) -> None:
+    async with rig("smg", tmp_path) as made:
+        stays, goes = made.servers
+        await goes.stop()  # nobody has noticed yet
+        os.kill(made.gateway._smg_group.pid(0), signal.SIGKILL)
+        await until(lambda: made.gateway._worker_restarts == 1)
+        await until(lambda: made.gateway._smg_state.get("engines") == [stays.url])
+        (spec,) = await made.open("a")
+        await made.say("a")
+        assert (await made.gateway.close_session(spec.try_id)).stop is None
+        await goes.start()
+        await until(lambda: len(made.gateway._smg_state["engines"]) == 2)
+
+
 async def test_an_smg_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smg_process, "CALL_TIMEOUT_S", 1.0)
     async with servers(1) as (server,), smg(tmp_path, [server.url]) as worker:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rl360.config.compose import Composed, Request
 
 EXIT_FINE, EXIT_PROBLEM, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_NO_READER = 141  # what shells report for SIGPIPE: `rl360 check ... | head`
 
 USAGE = """\
 rl360: reinforcement learning of language models; a resolved YAML is the experiment
@@ -64,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     try:
         with sigterm_interrupts():
-            return command(rest)
+            code = command(rest)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         return _report(error.problems)
     except RL360Error as error:
@@ -72,6 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stopped:
         print(f"rl360 {name}: stopped by {stopped or 'Ctrl-C'}", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if name in ("run", "sweep"):
+            raise  # may be the pipe of a process of the run
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush has no reader
+        return EXIT_NO_READER
 
 
 def run(arguments: Sequence[str]) -> int:

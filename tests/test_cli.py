@@ -344,3 +344,13 @@ def test_check_is_quick_and_a_user_error_has_no_traceback(tmp_path):
     assert "seed: 'x' is text" in done.stderr
     assert "rl360 model fetch smollm2_135m" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
+    """`rl360 tasks list | true`: quiet, with the exit code of other tools."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "rl360.cli", "tasks", "list"]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, cwd=tmp_path)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (cli.EXIT_NO_READER, "")

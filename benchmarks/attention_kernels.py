@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.train_step import timed_ms
+from benchmarks.roofline import timed_ms
 from rl360.models.megatron.attention_cuda import attend_varlen
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128

@@ -7,9 +7,12 @@ neither model nor machine (serving).
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from rl360.config.forecast import RANK_BYTES, Forecast, ModelShape
 from rl360.config.forecast_sharing import ServingForecast, serving_forecast
@@ -57,10 +60,15 @@ def look_at_servers(
     return found
 
 
+def program_path() -> str:
+    """PATH of the servers: as in an activated environment, `python` is first the one that runs this."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
 def command_problems(config: RootConfig) -> Iterator[str]:
     """A command of one's own that this machine does not have."""
     command = config.rollout.sglang.command
-    if config.rollout.engine == "sglang" and command and shutil.which(command[0]) is None:
+    if config.rollout.engine == "sglang" and command and shutil.which(command[0], path=program_path()) is None:
         yield (
             f"rollout.sglang.command: {command[0]} is no program here; expected what takes SGLang's flags, or none for "
             "this Python's SGLang"

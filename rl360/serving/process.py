@@ -21,6 +21,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+from rl360.config.serving_machine import program_path
 from rl360.errors import InfrastructureError
 from rl360.serving.command import Launch
 
@@ -49,7 +50,8 @@ class ServerProcess:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         keeper = [sys.executable, "-P", "-u", "-m", "rl360.serving.keeper", str(grace_s), "--", *launch.command]
         root = str(Path(__file__).parents[2])  # -P leaves the working directory out; the keeper must still be found
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        modules = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        own = {"PYTHONPATH": modules, "PATH": program_path(), "PYTHONUNBUFFERED": "1"}
         with log_path.open("ab") as file:
             file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {_shown(launch.command)}\n".encode())
             file.flush()
@@ -58,7 +60,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **launch.environment},
+                env={**os.environ, **own, **launch.environment},
                 start_new_session=True,  # Ctrl-C reaches the driver alone
             )
 

@@ -270,3 +270,16 @@ def test_nothing_survives_a_killed_driver_or_keeper(tmp_path: Path, victim: str)
     finally:
         driver.kill()
         driver.wait()
+
+
+def test_python_of_a_command_is_the_one_that_runs_this(
+    start: Callable[..., Fleet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment that is used without being activated: another `python` is on PATH, without our packages."""
+    other = tmp_path / "bin" / "python"
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh\necho another python; exit 1\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{other.parent}:/usr/bin:/bin")
+    fleet = start(replace(plain_flags(tmp_path), command=("python", str(tmp_path / "server.py"))))
+    assert len(fleet.serving()) == 1

@@ -86,7 +86,7 @@ def run_folder(run_dir: Path) -> int:
         with sigterm_interrupts():  # until the run handles it
             outcome = run_experiment(config, resolved)
     except (Interrupted, KeyboardInterrupt) as stopped:
-        print(f"interrupted: {stopped or 'at once'}; continue with: rl360 run resume={run_dir}", file=sys.stderr)
+        print(f"interrupted: {str(stopped) or 'at once'}; continue with: rl360 run resume={run_dir}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except ConfigError as error:
         for problem in error.problems:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -119,7 +119,7 @@ def _train(
             )
         )
         events = RolloutEvents(record.started, record.requeued, record.finished, watchdog.progress)
-        with watchdog.stage("start"):
+        with watchdog.stage("start"), stop.at_once("while the run started"):
             parts = stack.enter_context(
                 build(config, run_dir, run_dir.name, events, checkpoint.trainer_folder if checkpoint else None)
             )
@@ -138,7 +138,7 @@ def _train(
             record=record,
             checkpoints=store,
             watchdog=watchdog,
-            stop_requested=stop.is_set,
+            stop_requested=stop.asked.is_set,
             mismatch=_mismatch_watch(config),
             gateway_counts=parts.gateway_counts,
         )
@@ -231,20 +231,40 @@ class _LateLine:
         return str(self.describe())
 
 
+@dataclass(slots=True)
+class _Stop:
+    """What a signal has asked for."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+    interrupting: str | None = None  # when: nothing is worth finishing now
+
+    @contextmanager
+    def at_once(self, when: str) -> Iterator[None]:
+        """The first signal interrupts inside. Servers may need a quarter of an hour to start."""
+        self.interrupting = when
+        try:
+            yield
+        finally:
+            self.interrupting = None
+
+
 @contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """SIGTERM and Ctrl-C ask the loop to stop between two steps; a second Ctrl-C interrupts at once."""
-    asked = threading.Event()
+def _stop_signals() -> Iterator[_Stop]:
+    """SIGTERM and Ctrl-C ask the loop to stop between two steps; a second one interrupts at once."""
+    stop = _Stop()
 
     def ask(signum: int, frame: FrameType | None) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-        print(f"{signal.Signals(signum).name}: finishing the write in hand; again to stop at once", file=sys.stderr)
+        name, again = signal.Signals(signum).name, stop.asked.is_set()
+        stop.asked.set()
+        if again:
+            raise KeyboardInterrupt(f"{name} for the second time")
+        if stop.interrupting is not None:
+            raise KeyboardInterrupt(f"{name} {stop.interrupting}")
+        print(f"{name}: finishing the write in hand; again to stop at once", file=sys.stderr)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield asked
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -190,6 +190,37 @@ def test_the_second_run_with_the_same_ports_is_refused_before_anything_starts(ti
     assert run.returncode == 130, text
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_whose_servers_still_start_is_interrupted_at_once(signum, tiny_llama_dir, tmp_path):
+    out = tmp_path / "run"
+    never = f'[{sys.executable},-c,"import time; time.sleep(300)"]'
+    run = subprocess.Popen(
+        arguments(tiny_llama_dir, out, "ipc", f"rollout.sglang.command={never}"),
+        env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while not (out / "logs" / "sglang-0.log").exists():
+            assert run.poll() is None, run.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        run.send_signal(signum)
+        text, _ = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 130, text
+    assert f"interrupted: {signum.name} while the run started; continue with: rl360 run resume={out}" in text
+    assert "Traceback" not in text
+    assert json.loads((out / "summary.json").read_text())["exit_reason"] == "interrupted"
+    assert not [path for path in Path("/proc").glob("[0-9]*/environ") if f"RL360_TEST={tmp_path}" in _text(path)]
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_run_that_was_interrupted_goes_on_also_when_a_server_was_just_killed(killed, tiny_llama_dir, tmp_path):
     out = tmp_path / "run"

@@ -128,6 +128,10 @@ class DecoderConfig:
         if raw["hidden_size"] % norm_groups:
             problems.append(f"{where}: hidden_size {raw['hidden_size']} does not divide into {norm_groups} norm groups")
         head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
+        if head_dim < 2 or head_dim % 2:
+            problems.append(
+                f"{where}: heads of {head_dim} values; they are rotated in pairs, so expected an even number"
+            )
         if (rotated := raw.get("rope_head_dim") or head_dim) != head_dim:
             problems.append(f"{where}: rope_head_dim {rotated} of head_dim {head_dim}; whole heads are rotated here")
         if problems:

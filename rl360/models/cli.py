@@ -7,12 +7,13 @@ all the work. torch is imported by the command that needs it, not by --help.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rl360.errors import ConfigError
+from rl360.errors import ConfigError, RL360Error
 
 DESCRIPTION = """\
 Models on disk: get one, make it readable, change its format, take it out of a run.
@@ -27,8 +28,30 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry point of `rl360 model`."""
-    arguments = list(arguments)
+    """Entry point of `rl360 model`. What the disk refuses is raised as `RL360Error`: the file and the reason."""
+    try:
+        return _run(list(arguments))
+    except RL360Error:
+        raise
+    except Exception as error:
+        from rl360.engine.disk import is_full
+
+        if not isinstance(error, OSError) and not is_full(error):
+            raise  # a bug: in full
+        raise RL360Error(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, shutil.Error):  # of copying a folder: [(from, to, why), ...]
+        source, _, why = error.args[0][0]
+        return f"{source}: cannot be copied: {why}"
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    files = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    return f"{files}: {error.strerror}" if files else error.strerror
+
+
+def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["prepare"]:
         from rl360.models.prepare import main as prepare
 
@@ -83,7 +106,10 @@ def _add_shard_size(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}; expected a number above 0")
     return value

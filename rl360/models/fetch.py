@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import importlib.util
 import json
@@ -123,10 +124,14 @@ def fetch(
     Raises `ConfigError` for an unknown name or a folder in the way that is not a checkpoint, `InfrastructureError`
     (cause "hub_unreachable" or "download_failed") when nothing could be had, `CheckpointError` for a wrong digest.
     """
-    folder = Path(folder).expanduser().absolute()
+    folder = Path(folder).expanduser().resolve()  # a link is followed: the folder is made where it points
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder_lock(folder):
+    with folder_lock(folder, lambda: progress(f"{name}: another process is making {folder}; waiting for it")):
+        if os.path.ismount(folder):
+            raise ConfigError(f"{folder}: a mount point, which no new folder can replace; name a folder in it")
         if folder.exists():
+            if not folder.is_dir():
+                raise ConfigError(f"{folder}: a file; expected a folder, or a new name")
             problems = folder_problems(folder)
             if not problems:
                 progress(f"{name}: {folder} is complete, kept")
@@ -195,6 +200,8 @@ def _source_in_conf(name: str) -> tuple[str, str | None]:
 def _from_folder(source: Path, folder: Path, progress: Callable[[str], None]) -> dict[str, str | None]:
     if problems := folder_problems(source):
         raise ConfigError(problems)
+    if folder.parent.is_relative_to(source.resolve()):
+        raise ConfigError(f"{folder.parent}: in the source {source}; expected a folder beside it")
     progress(f"copying {source}")
     shutil.copytree(source, folder, dirs_exist_ok=True)
     return {"source": "folder", "weights_sha256": _digest_or_none(folder)}
@@ -303,17 +310,23 @@ def _safetensors_problem(path: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """One fetch into a folder at a time, over processes."""
+def folder_lock(folder: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """One writer of a folder at a time, over processes; `waiting` is told when there is another."""
     with (folder.parent / f".{folder.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextlib.contextmanager
 def staging_folder(folder: Path) -> Iterator[Path]:
     """An empty folder beside the target, so that a rename completes it. Those of killed fetches are removed first."""
-    for stale in folder.parent.glob(f".{folder.name}.staging-*"):  # the lock is held: nobody is writing them
+    for stale in folder.parent.glob(
+        f".{glob.escape(folder.name)}.staging-*"
+    ):  # the lock is held: nobody is writing them
         shutil.rmtree(stale)
     staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.staging-"))
     staging.chmod(0o755)

@@ -100,10 +100,12 @@ class Ranks:
 def new_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
     """A folder beside `folder` to write into; renamed to it when all ranks leave without error, else removed.
 
-    Raises `ConfigError` when `folder` is there already and not empty, or another process is making it.
+    A link is followed: the folder is made where it points. Raises `ConfigError`, before any work, when `folder` is
+    there already and not empty, cannot be replaced, or another process is making it.
     """
+    given, folder = folder, folder.resolve()
     staging = folder.parent / f".{folder.name}{UNFINISHED}"
-    with _only_one(folder, ranks):
+    with _only_one(given, folder, ranks):
         with ranks.together():
             if ranks.rank == 0:
                 if staging.exists():  # of a run that was killed: the lock says that nobody writes it now
@@ -114,38 +116,44 @@ def new_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
             with ranks.together():
                 if ranks.rank == 0:
                     sync_tree(staging)
-                    if folder.exists():
-                        folder.rmdir()  # empty, or it would have been refused
-                    staging.rename(folder)
+                    staging.rename(folder)  # in the place of an empty one, if any
                     sync_path(folder.parent)
-        except BaseException:
+        except BaseException as error:
             if ranks.rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(given)  # a write that fails does not say where
             raise
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raises `ConfigError` when `folder` is there and not empty."""
+    """Raises `ConfigError` when `folder` is there and not empty, or could not be replaced when all is written."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: is there already; name a new folder, or remove this one")
+    if os.path.ismount(folder):
+        raise ConfigError(f"{folder}: a mount point, which no new folder can replace; name a folder in it")
+    if folder.exists() and folder.samefile(Path.cwd()):
+        raise ConfigError(f"{folder}: the folder that you are in; name a new one")
 
 
 @contextmanager
-def _only_one(folder: Path, ranks: Ranks) -> Iterator[None]:
+def _only_one(given: Path, folder: Path, ranks: Ranks) -> Iterator[None]:
     lock: Any = None
     try:
         with ranks.together():
             if ranks.rank == 0:
-                refuse_existing(folder)
+                refuse_existing(given)
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 lock = open(folder.parent / f".{folder.name}.lock", "w")  # noqa: SIM115 (closed below, on every path)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise ConfigError(f"{folder}: another process is making it; wait for it or end it") from None
-        yield
-        if lock is not None:
-            Path(lock.name).unlink(missing_ok=True)
+                    raise ConfigError(f"{given}: another process is making it; wait for it or end it") from None
+        try:
+            yield
+        finally:
+            if lock is not None:
+                Path(lock.name).unlink(missing_ok=True)
     finally:
         if lock is not None:
             lock.close()
@@ -223,6 +231,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     What is there already steps aside first, since a rename replaces only empty folders. `new_folder` refuses it
     instead, and is for several processes.
     """
+    folder = folder.resolve()  # a link stays one
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:

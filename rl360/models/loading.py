@@ -47,6 +47,8 @@ def read_config(folder: Path) -> DecoderConfig:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path}: not found; expected a Hugging Face model folder (rl360 model fetch)") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a model folder's") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error})") from None
     return DecoderConfig.from_hf(raw, str(path))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,7 +53,10 @@ def prepare(
     _refuse(source, folder, expect)
     progress(f"{source}: a {expect['model_type']} as published")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder_lock(folder), staging_folder(folder) as staging:
+    with (
+        folder_lock(folder, lambda: progress(f"another process is making {folder}; waiting for it")),
+        staging_folder(folder) as staging,
+    ):
         for name, text in _written(source, write_configuration(staging)).items():
             (staging / name).write_text(text, encoding="utf-8")
         progress(f"written  {', '.join(sorted(path.name for path in staging.iterdir()))}")
@@ -69,7 +73,7 @@ def prepare(
                 f"{folder}: cannot be made ({error.strerror}); expected a folder that is not there"
             ) from None
     _fsync(folder.parent)
-    progress(f"{folder}: ready; try: rl360 check model={NAME} model.path={folder}")
+    progress(f"{folder}: ready; try: rl360 check model={NAME} {shlex.quote(f'model.path={folder}')}")
     return folder
 
 

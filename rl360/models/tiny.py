@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl360.errors import ConfigError
 from rl360.models.architecture import DecoderConfig
+from rl360.models.fetch import folder_lock, staging_folder
 from rl360.models.prepare import write_configuration
 from rl360.models.weight_files import expected_tensors
 
@@ -117,7 +120,10 @@ def write_tiny(
         "ffn": ffn,
         "max_positions": max_positions,
     }
-    if problems := [f"{name}: {number}; expected at least 1" for name, number in numbers.items() if number < 1]:
+    problems = [f"{name}: {number}; expected at least 1" for name, number in numbers.items() if number < 1]
+    if seed < 0:
+        problems.append(f"seed: {seed}; expected 0 or more")
+    if problems:
         raise ConfigError(problems)
     tokenizer = _tokenizer(kind)
     ids = dict(tokenizer.get_vocab(with_added_tokens=True))
@@ -249,14 +255,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--force", action="store_true", help="replace the folder if it is there")
     parsed = parser.parse_args(arguments)
     folder = parsed.out or Path(models_folder()) / f"tiny_{parsed.family}"
-    if folder.exists():
+    if os.path.lexists(folder):
         if not parsed.force:
             raise ConfigError(f"--out: {folder} is there already; expected a new folder, or --force to replace it")
         if not (folder / "config.json").is_file():
             raise ConfigError(f"--out: {folder} holds no model; expected one to replace, or a new folder")
-        shutil.rmtree(folder)
     names = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_positions")
     numbers = {name: value for name in names if (value := getattr(parsed, name)) is not None}
-    write_tiny(folder, parsed.family, seed=parsed.seed, **numbers)
-    print(f"{folder}: a tiny random {parsed.family}; try: rl360 check model=tiny_{parsed.family} model.path={folder}")
+    place = folder.resolve()  # a link is followed
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with folder_lock(place), staging_folder(place) as staging:
+        write_tiny(staging, parsed.family, seed=parsed.seed, **numbers)
+        if place.exists():  # only now: numbers that make no model must not cost the one that is there
+            shutil.rmtree(place)
+        staging.rename(place)
+    path = shlex.quote(f"model.path={folder}")
+    print(f"{folder}: a tiny random {parsed.family}; try: rl360 check model=tiny_{parsed.family} {path}")
     return 0

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file
 
 from rl360.errors import CheckpointError, ConfigError, InfrastructureError
 from rl360.models import fetch as fetching
-from rl360.models.fetch import Package, fetch, folder_problems
+from rl360.models.fetch import Package, fetch, folder_lock, folder_problems
 from rl360.models.gguf_checkpoint import convert, hf_name, undo_rope_interleave, weights_digest
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 32, 4, 2, 64, 1
@@ -246,6 +247,36 @@ def test_a_local_folder_as_the_source(converted: Path, tmp_path: Path) -> None:
     (converted / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"no config.json"):
         fetch("anything", tmp_path / "n", source=str(converted))
+
+
+def test_a_link_is_followed_and_the_source_is_no_place(converted: Path, tmp_path: Path) -> None:
+    """models/x as a link to a larger disk, where nothing is yet, or an empty folder."""
+    (tmp_path / "empty").mkdir()
+    for link, target in (("ahead", "large disk"), ("to-empty", "empty")):
+        (tmp_path / link).symlink_to(target)
+        fetch("m", tmp_path / link, source=str(converted))
+        assert (tmp_path / link).is_symlink()
+        assert folder_problems(tmp_path / target) == []
+    with pytest.raises(ConfigError, match="in the source"):
+        fetch("m", converted / "inside", source=str(converted))
+    assert not (converted / "inside").exists()
+
+
+def test_a_fetch_that_waits_for_another_says_so(converted: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    waiting = threading.Event()
+
+    def progress(line: str) -> None:
+        said.append(line)
+        waiting.set()
+
+    with folder_lock(tmp_path / "m"):
+        thread = threading.Thread(target=fetch, args=("m", tmp_path / "m", str(converted), None, progress))
+        thread.start()
+        assert waiting.wait(30)
+        assert said == [f"m: another process is making {tmp_path / 'm'}; waiting for it"]
+    thread.join(30)
+    assert folder_problems(tmp_path / "m") == []
 
 
 def test_unknown_names_and_absent_folders(tmp_path: Path) -> None:

@@ -142,6 +142,27 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path):
     assert not (tmp_path / "m").exists()  # or the next try would be told that it is there already
 
 
+def test_a_replacement_that_cannot_be_made_costs_nothing(tmp_path):
+    folder = write_tiny(tmp_path / "mine", "qwen3")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (tmp_path / "link").symlink_to("mine")
+    for numbers in (["--heads", "0"], ["--heads", "5", "--kv-heads", "2"], ["--seed", "-1"], ["--hidden", "3"]):
+        with pytest.raises(ConfigError):
+            main(["--out", str(folder), "--force", *numbers])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert main(["--out", str(tmp_path / "link"), "--force", "--family", "k2_horizon"]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "k2_horizon"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.lock", "link", "mine"]
+
+
+def test_heads_that_cannot_be_rotated_are_refused(tmp_path):
+    for numbers, width in (({"hidden": 3}, 0), ({"head_dim": 7}, 7)):
+        with pytest.raises(ConfigError, match=f"heads of {width} values; they are rotated in pairs"):
+            write_tiny(tmp_path / "m", "llama", **numbers)
+    assert not (tmp_path / "m").exists()
+
+
 def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RL360_MODELS", str(tmp_path))
     numbers = ["--hidden", "64", "--heads", "4", "--kv-heads", "2", "--layers", "1", "--max-positions", "128"]

@@ -12,8 +12,10 @@ the whole optimizer state on every rank.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,6 +52,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from rl360.engine.disk import is_full
 from rl360.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -119,6 +122,8 @@ def write(
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
         if isinstance(cause, CheckpointError | OSError):
             raise type(cause)(*cause.args) from error
+        if is_full(cause, folder):  # torch's own writer says that a position is not the expected one
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         raise CheckpointError(f"{folder}: rank {rank} failed to write: {type(cause).__name__}: {cause}") from error
     if first:
         (folder / CONFIG_FILE).write_text(json.dumps(CONFIG))

@@ -24,7 +24,7 @@ from rl360.config.gpu_memory import GpuForecast, gpu_forecast
 from rl360.config.megatron import megatron_machine_problems
 from rl360.config.schemas import ClusterConfig, MegatronTrainerConfig, ModelConfig, RootConfig, TasksConfig
 from rl360.config.serving import serving_warnings
-from rl360.config.serving_machine import command_problems, look_at_servers, with_servers
+from rl360.config.serving_machine import command_problems, look_at_servers, port_problems, with_servers
 from rl360.diagnostics.machine import Gpu, Memory, free_disk_bytes, gpus, memory, write_problem
 from rl360.errors import ConfigError, TaskError
 from rl360.types import Task
@@ -127,7 +127,7 @@ def _gpus(config: RootConfig, found: Found) -> None:
     if ranks:
         _ranks(config, found, cards if here and real_ranks else None, capacity)
     if config.cluster._target_ == ClusterConfig._target_:
-        found.problems.extend(command_problems(config))
+        found.problems.extend([*command_problems(config), *port_problems(config)])
     if is_sglang(config):
         trainer_fits = found.gpu is None or found.gpu.fits
         looked = look_at_servers(config, found.shape, capacity, _visible(len(cards)) if here else None, trainer_fits)

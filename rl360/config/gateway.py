@@ -55,21 +55,25 @@ def gateway_machine_problems(config: RootConfig) -> Iterator[str]:
         yield "gateway.api_key_env: the variable that it names is not set; expected the engines' key in it"
     if isinstance(gateway, SmgGatewayConfig) and importlib.util.find_spec("smg") is None:
         yield "gateway: smg is not installed; it is in the extra `cluster`: pip install 'rl360[cluster]'"
+    if error := _bind_error(gateway.host, 0):
+        yield f"gateway.host: {gateway.host} is no address of this machine ({error}); expected one, such as 127.0.0.1"
+        return
     for key in ("port", "smg_port", "metrics_port"):
         yield from _port_problem(gateway, key)
+
+
+def _bind_error(host: str, port: int) -> str | None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
 
 
 def _port_problem(gateway: GatewayConfig, key: str) -> Iterator[str]:
     """A fixed port that somebody else holds is said before anything starts."""
     port = getattr(gateway, key, 0)
-    if not port:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((gateway.host, port))
-        except OSError as error:
-            yield (
-                f"gateway.{key}: {port} on {gateway.host} cannot be used ({error.strerror}); expected a free one, or "
-                "0 to take any"
-            )
+    if port and (error := _bind_error(gateway.host, port)):
+        yield f"gateway.{key}: {port} on {gateway.host} cannot be used ({error}); expected a free one, or 0 to take any"

@@ -18,7 +18,10 @@ from rl360.config.forecast import RANK_BYTES, Forecast, ModelShape
 from rl360.config.forecast_sharing import ServingForecast, serving_forecast
 from rl360.config.forecast_trainer import trainer_gpus
 from rl360.config.schemas import MegatronTrainerConfig, RootConfig
-from rl360.errors import ConfigError
+from rl360.errors import ConfigError, InfrastructureError
+from rl360.serving.ports import PORTS_PER_SERVER, claim_ports
+
+LAST_PORT = 65535
 
 # What a forecast of a trainer on a CPU counts in the host's memory, and one on a GPU does not have there.
 _ON_THE_GPU = ("weights", "gradients", "adam", "activations", "logits_chunk", "reference")
@@ -73,6 +76,18 @@ def command_problems(config: RootConfig) -> Iterator[str]:
             f"rollout.sglang.command: {command[0]} is no program here; expected what takes SGLang's flags, or none for "
             "this Python's SGLang"
         )
+
+
+def port_problems(config: RootConfig) -> Iterator[str]:
+    """Fixed ports of servers that somebody has, or another run for servers that do not listen yet."""
+    settings = config.rollout.sglang
+    last = settings.base_port + PORTS_PER_SERVER * settings.num_servers - 1
+    if config.rollout.engine != "sglang" or not 0 < settings.base_port <= last <= LAST_PORT:
+        return
+    try:
+        claim_ports(settings.num_servers, settings.base_port, config.gateway.host).close()
+    except InfrastructureError as error:
+        yield f"rollout.sglang.base_port: {str(error).partition(': ')[2]}; expected free ones, or 0 to take any"
 
 
 def with_servers(host: Forecast, servers: ServingForecast) -> Forecast:

@@ -36,7 +36,10 @@ def claim_ports(num_servers: int, base_port: int, host: str = "127.0.0.1") -> Po
     """
     count = PORTS_PER_SERVER * num_servers
     for _ in range(FREE_TRIES):
-        flat = list(range(base_port, base_port + count)) if base_port else _free(count, host)
+        try:
+            flat = list(range(base_port, base_port + count)) if base_port else _free(count, host)
+        except OSError as error:
+            raise InfrastructureError("engine_start", f"no port can be had on {host}: {error}") from None
         claims: list[socket.socket] = []
         try:
             for port in flat:

@@ -211,3 +211,16 @@ def test_a_server_command_that_is_not_here_is_said_before_anything_starts(here):
         "this Python's SGLang"
     ]
     assert look(here(**servers, **{"rollout.sglang.command": ["sh", "serve"]})).problems == []
+
+
+def test_ports_of_servers_that_somebody_has_are_named(here):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        changes = {"rollout.engine": "sglang", "rollout.sync": "disk", "rollout.sglang.base_port": port}
+        problems = look(here(**changes, **{"rollout.sglang.command": ["sh", "serve"]})).problems
+    assert [problem for problem in problems if "port" in problem] == [
+        f"rollout.sglang.base_port: port {port} of rollout.sglang.base_port {port} cannot be used on 127.0.0.1: "
+        "[Errno 98] Address already in use; expected free ones, or 0 to take any"
+    ]

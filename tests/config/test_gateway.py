@@ -87,6 +87,11 @@ def test_a_taken_port_is_named(smg: Callable[..., RootConfig], key: str) -> None
     assert problem.startswith(f"gateway.{key}: {port} on 127.0.0.1 cannot be used")
 
 
+def test_a_host_that_is_not_here_is_named(smg: Callable[..., RootConfig]) -> None:
+    (problem,) = gateway_machine_problems(smg(host="192.0.2.1"))  # of the range that is nobody's, RFC 5737
+    assert problem.startswith("gateway.host: 192.0.2.1 is no address of this machine")
+
+
 def test_each_option_has_its_own_keys() -> None:
     composed = compose(Request(("gateway=smg", "gateway.smg_port=4000", "gateway.smg_args=[--log-level,info]")))
     config = load(composed.values, composed.choices).config

@@ -320,15 +320,17 @@ def _sweep(arguments: Sequence[str], num_points: int) -> int:
 
         hydra = HydraConfig.get()
         overrides = list(hydra.overrides.task)
-        folder = Path(hydra.sweep.dir).absolute() / _point_name(int(hydra.job.num), overrides)
-        print(f"point {hydra.job.num + 1} of {num_points}: {' '.join(overrides)}", flush=True)
+        # What was given as it stands is the same at every point.
+        own = [override for override in overrides if override not in arguments] or overrides
+        folder = Path(hydra.sweep.dir).absolute() / _point_name(int(hydra.job.num), own)
+        print(f"point {hydra.job.num + 1} of {num_points}: {' '.join(own)}", flush=True)
         composed = from_config(config, hydra.runtime.choices, overrides)
         try:
             code = _start(composed, None, folder, in_process=False)
         except Exception:  # a bug in one point must not cost the others; it is shown in full
             traceback.print_exc()
             code = EXIT_PROBLEM
-        done.append((" ".join(overrides), folder, code))
+        done.append((" ".join(own), folder, code))
         if code == EXIT_INTERRUPTED:
             raise KeyboardInterrupt
 

@@ -168,6 +168,11 @@ def test_multirun_gives_each_point_its_own_folder_and_a_table(said, arguments, t
     assert points == {(1e-5, 0), (1e-5, 1), (5e-5, 0), (5e-5, 1)}
     assert all(json.loads((f / "summary.json").read_text())["in_process"] is False for f in folders)
     assert "point 4 of 4" in out
+    assert {folder.name for folder in folders} == {
+        f"{number}-trainer.learning_rate={rate},seed={seed}"
+        for number, (rate, seed) in enumerate([("1e-05", 0), ("1e-05", 1), ("5e-05", 0), ("5e-05", 1)])
+    }  # and nothing of what is the same at every point, by which no two could be told apart
+    assert out.splitlines()[0].startswith("point 1 of 4: trainer.learning_rate=1e-05 seed=0")
     table = out[out.index("success first") :].splitlines()
     assert "0.500" in table[1]  # the best first
     assert "0.100" in table[4]

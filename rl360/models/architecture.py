@@ -7,7 +7,7 @@ rl360.models.weight_files, arithmetic to rl360.models.decoder.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -43,6 +43,23 @@ REFUSED_WHEN_SET = {
     "query_key_norm": "only qwen3 has norms on q and k here",
     "attention_gate_func": "attention has no output gate here",
 }
+
+
+# What says which weight is where: heads can be cut otherwise, and a vocabulary be shorter, with every shape in place.
+DECIDE_WEIGHTS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "norm_groups",
+    "tie_word_embeddings",
+)
+# And what is computed with them. The rest of a config, such as the longest context, may change under a run.
+DECIDE_NUMBERS = (*DECIDE_WEIGHTS, "qk_norm", "rms_norm_eps", "rope_theta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +173,19 @@ class DecoderConfig:
             initializer_range=numbers["initializer_range"],
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         )
+
+
+def identity(config: DecoderConfig) -> dict[str, Any]:
+    """What a checkpoint says of the model that it was written for: plain values, by `DECIDE_NUMBERS`."""
+    return {name: getattr(config, name) for name in DECIDE_NUMBERS}
+
+
+def another_model(config: DecoderConfig, saved: Mapping[str, Any], names: Sequence[str] = DECIDE_NUMBERS) -> str | None:
+    """The first of `names` that is not what `identity` said of a checkpoint's model; None when there is none."""
+    for name in names:
+        if name in saved and (found := getattr(config, name)) != saved[name]:
+            return f"{name} is {found}; these weights were written for {saved[name]}"
+    return None
 
 
 def malformed(raw: object, where: str) -> list[str]:

@@ -47,6 +47,8 @@ def find_weights(path: Path, model: Path | None = None, best: bool = False) -> S
     folder, run, checkpoint = path, None, None
     if path.name == TRAINER and (path.parent / MANIFEST).is_file():
         folder = path.parent
+    if best and not (path / "checkpoints").is_dir():
+        raise ConfigError(f"{path}: no run, so it has no best checkpoint; leave out --best, or name the run")
     if (path / "checkpoints").is_dir():
         store = CheckpointStore(path)
         found = store.best() if best else store.latest()
@@ -120,13 +122,15 @@ def _export_torch(
 ) -> None:
     import torch
 
+    from rl360.models.architecture import DECIDE_WEIGHTS, another_model
     from rl360.models.hf_folder import LazyTensor, new_folder, write_weights
     from rl360.models.loading import copy_companions, read_config
     from rl360.models.weight_files import ANOTHER_HEAD, EMBEDDING, HEAD, expected_tensors, same_values
     from rl360.trainers.checkpoint import read_state
 
     assert source.companions is not None
-    expected = expected_tensors(read_config(source.companions))
+    config = read_config(source.companions)
+    expected = expected_tensors(config)
     state = read_state(source.weights)
     weights = state["optimizer"]["masters"]
     file = source.weights / TORCH_STATE
@@ -142,6 +146,8 @@ def _export_torch(
         if name not in expected and not (name == HEAD and same_values(weights[name], weights[EMBEDDING])):
             problem = ANOTHER_HEAD if name == HEAD else f"tensor {name} is not in a model of this config"
             raise CheckpointError(f"{file}: {problem}")
+    if (difference := another_model(config, state.get("model", {}), DECIDE_WEIGHTS)) is not None:
+        raise CheckpointError(f"{source.companions / 'config.json'}: {difference} ({file})")
     if dtype is None:
         dtype = torch.bfloat16 if "rng_cuda" in state else torch.float32
     target = dtype

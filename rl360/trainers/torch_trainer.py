@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rl360.errors import CheckpointError
+from rl360.models.architecture import another_model, identity
 from rl360.protocols import Algorithm
 from rl360.trainers.attention import tree_attend, varlen_attend
-from rl360.trainers.checkpoint import read_state, write_state
+from rl360.trainers.checkpoint import STATE_FILE, read_state, write_state
 from rl360.trainers.logprobs import Predictions, backward_through_head, token_logprobs
 from rl360.trainers.mismatch import mismatch_means, mismatch_sums
 from rl360.trainers.offload import Offloader
@@ -246,7 +248,12 @@ class TorchTrainer:
     def save(self, folder: Path) -> None:
         """Write weights, moments, step count, version and random state to folder/trainer.pt, atomically."""
         assert self._optimizer is not None, "TorchTrainer.start() comes first"
-        state = {"version": self.version, "optimizer": self._optimizer.state(), "rng_cpu": torch.get_rng_state()}
+        state = {
+            "version": self.version,
+            "model": identity(self.decoder.config),
+            "optimizer": self._optimizer.state(),
+            "rng_cpu": torch.get_rng_state(),
+        }
         if self._device.type == "cuda":
             state["rng_cuda"] = torch.cuda.get_rng_state(self._device)
         write_state(Path(folder), state)
@@ -258,8 +265,14 @@ class TorchTrainer:
             CheckpointError: incomplete, or of another model; nothing was changed.
         """
         assert self._optimizer is not None, "TorchTrainer.start() comes first"
+        file = Path(folder) / STATE_FILE
         state = read_state(Path(folder))
-        self._optimizer.load(state["optimizer"])
+        if (difference := another_model(self.decoder.config, state.get("model", {}))) is not None:
+            raise CheckpointError(f"{file}: the chosen model's {difference}")
+        try:
+            self._optimizer.load(state["optimizer"])
+        except CheckpointError as error:
+            raise CheckpointError(f"{file}: {error}") from None
         self.version = int(state["version"])
         torch.set_rng_state(state["rng_cpu"])
         if self._device.type == "cuda" and "rng_cuda" in state:

@@ -95,6 +95,8 @@ def test_what_cannot_be_exported(run, tmp_path):
         (tmp_path, CheckpointError, "no weights in it"),
         (run / "checkpoints" / "iteration-000002", ConfigError, "out: is there already"),
     ]
+    with pytest.raises(ConfigError, match="iteration-000002: no run, so it has no best checkpoint"):
+        export_hf(run / "checkpoints" / "iteration-000002", tmp_path / "out", best=True)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
     for path, kind, message in cases:
@@ -119,6 +121,17 @@ def test_a_damaged_checkpoint_and_a_model_that_is_another(tmp_path):
     with pytest.raises(CheckpointError, match="iteration-000002: incomplete or damaged"):
         export_hf(newest, tmp_path / "again", model=tmp_path / "models" / "policy")
     assert find_weights(run, tmp_path / "models" / "policy").weights.parent.name == "iteration-000001"
+
+
+def test_another_model_whose_shapes_fit_is_refused(tmp_path):
+    """q, k and v would be cut into heads at other rows, and nobody would notice but the reader of the answers."""
+    run, _ = make_run(tmp_path, "llama")
+    other = write_tiny(tmp_path / "other", "llama", heads=3, kv_heads=1, head_dim=16)
+    with pytest.raises(CheckpointError, match=r"other/config.json: num_heads is 3; these weights were written for 6"):
+        export_hf(run, tmp_path / "out", model=other)
+    assert not (tmp_path / "out").exists()
+    longer = write_tiny(tmp_path / "longer", "llama", max_positions=4096)
+    export_hf(run, tmp_path / "out", model=longer)  # moves no weight
 
 
 # ---- the folder itself

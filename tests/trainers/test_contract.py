@@ -143,6 +143,27 @@ def test_save_restore_and_step_equals_an_unbroken_run(start, tmp_path):
     assert all(torch.equal(weights[name], value) for name, value in found_weights.items())
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}, "num_heads is 4; .* written for 8"),
+        ({"rope_theta": 5e5}, "rope_theta is 500000.0; .* written for"),
+        ({"rms_norm_eps": 1e-2}, "rms_norm_eps is 0.01; .* written for"),
+    ],
+)
+def test_a_run_does_not_go_on_as_a_model_that_computes_otherwise(start, tmp_path, changes, said):
+    """Every tensor has its name and shape, so nothing else would notice that the folder has changed."""
+    numbers = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+    start(tiny_folder(tmp_path / "mine", **numbers)).save(tmp_path / "state")
+    other = start(tiny_folder(tmp_path / "other", **{**numbers, **changes}))
+    before = published(other, tmp_path / "before")
+    with pytest.raises(CheckpointError, match=rf"state/\S+: the chosen model's {said}"):
+        other.restore(tmp_path / "state")
+    assert all(torch.equal(before[name], value) for name, value in published(other, tmp_path / "after").items())
+    longer = start(tiny_folder(tmp_path / "longer", **numbers, max_position_embeddings=4096))
+    longer.restore(tmp_path / "state")  # changes no number
+
+
 def test_restore_of_another_model_is_refused(start, tmp_path):
     start().save(tmp_path / "state")
     other = start(tiny_folder(tmp_path / "wide", **QWEN3, intermediate_size=96))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rl360.errors import CheckpointError
+from rl360.models.architecture import DECIDE_WEIGHTS, another_model, identity
 from rl360.models.decoder import DecoderConfig
 from rl360.models.hf_folder import DEFAULT_SHARD_BYTES, LazyTensor, Ranks, new_folder, write_weights
 from rl360.models.loading import CONFIG_FILE, copy_companions, read_config
@@ -53,20 +54,6 @@ EXTRA_STATES = (
     "pre_mlp_layernorm",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
-)
-
-# What says which weight is where; the rest of a config, such as the longest context, may change.
-DECIDE_WEIGHTS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "norm_groups",
-    "tie_word_embeddings",
 )
 
 MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")  # a checkpoint's other tensors are the optimizer's
@@ -162,12 +149,8 @@ def _companion_places(folder: Path) -> tuple[Path, Path]:
 
 def _refuse_another_model(config: DecoderConfig, chosen: Path, own: DecoderConfig, beside: Path) -> None:
     """Heads can be cut otherwise, and a vocabulary be shorter, with every shape in place: the values would be wrong."""
-    for name in DECIDE_WEIGHTS:
-        if (found := getattr(config, name)) != (wanted := getattr(own, name)):
-            raise CheckpointError(
-                f"{chosen / CONFIG_FILE}: {name} is {found}; these weights were written for {wanted} "
-                f"({beside / CONFIG_FILE})"
-            )
+    if (difference := another_model(config, identity(own), DECIDE_WEIGHTS)) is not None:
+        raise CheckpointError(f"{chosen / CONFIG_FILE}: {difference} ({beside / CONFIG_FILE})")
 
 
 # ---- HF to Megatron

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, distributed
 
 from rl360.errors import CheckpointError, RL360Error
+from rl360.models.architecture import another_model, identity
 from rl360.models.megatron import hf_weights, torch_dist
 from rl360.models.megatron.convert import COMMON, extra_states, refuse_unknown, weights_folder
 from rl360.models.megatron.hf_weights import EMBEDDING, HEAD, Piece, named_parameters, pieces, stacked_keys
@@ -86,7 +87,12 @@ class RankCheckpoint:
                 "optimizer": {"param_groups": self._param_groups()},
                 "param_state_sharding_type": "fully_reshardable",
             },
-            OWN_KEY: {"format": FORMAT, "version": version, "num_steps": training.optimizer.num_steps},
+            OWN_KEY: {
+                "format": FORMAT,
+                "version": version,
+                "num_steps": training.optimizer.num_steps,
+                "model": identity(training.config),
+            },
         }
         rank, size = distributed.get_rank(), distributed.get_world_size()
         objects = [Object(RNG_KEY, _random_state(training.device), rank, size)]
@@ -135,6 +141,10 @@ class RankCheckpoint:
                 "`save` wrote. Weights alone are converted with rl360 model convert, and named by model.path"
             )
         self._check(reader, moments=own["num_steps"] > 0)
+        if (
+            difference := another_model(training.config, own.get("model", {}))
+        ) is not None:  # with every shape in place
+            raise CheckpointError(f"{iteration}: the chosen model's {difference}")
         for share in self._shares():
             self._restore(reader, share, own["num_steps"])
         for chunk in training.chunks:

@@ -1,7 +1,7 @@
 """What the gateway counted in one iteration, from counts that only grow.
 
-In: the gateway's counts since its processes started. Out: scalars `gateway/<name>`. A process that started again begins
-at 0: what it says then is all of this iteration.
+In: the gateway's counts since it started. Out: scalars `gateway/<name>`. Where they have become smaller, whoever counts
+began at 0 again: what it says then is all of this iteration.
 """
 
 from __future__ import annotations

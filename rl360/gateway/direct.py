@@ -11,6 +11,7 @@ are made again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ CALL_TIMEOUT_S = 60.0  # opening or closing a session: milliseconds, unless the 
 HEALTH_TIMEOUT_S = 5.0
 VERIFY_NEW_TOKENS = 8
 WATCH_S = 0.5  # between two looks whether the proxy's process is there
+GAUGE = "_now"  # names of counts that end so say what is, not what has happened
 FAILED_WATCH_S = 10.0  # the same, once it could not be started again
 
 
@@ -87,7 +89,8 @@ class DirectGateway:
         self._lives = 0  # how often the proxy was started again
         self._restarting = asyncio.Lock()
         self._watching_proxy: asyncio.Task[None] | None = None
-        self._counted: Mapping[str, int] = {}  # by a proxy: the names of its counts
+        self._counted: Mapping[str, int] = {}  # by the proxy of now, when it was asked last
+        self._counted_before: Mapping[str, int] = {}  # by those before it
 
     async def start(self) -> None:
         """Start the proxy process. Raises what its start raised."""
@@ -166,16 +169,14 @@ class DirectGateway:
             return False
 
     async def counts(self) -> Mapping[str, int]:
-        """What failed under the sessions since the proxy started: `engine_resends`, `engine_moves`, ...; and
-        `proxy_restarts` since the gateway started. Of a proxy that is dead, what the next one begins with: 0.
+        """What failed under the sessions since the gateway started: `engine_resends`, `engine_moves`, ...,
+        `proxy_restarts`. Of a proxy that died, what it said last.
 
         From any event loop; a proxy that does not answer is left as it is. Raises InfrastructureError or TimeoutError.
         """
-        try:
+        with contextlib.suppress(WorkerDied):
             self._counted = await self._group.call(0, "counts", timeout_s=self._call_timeout_s)
-        except WorkerDied:
-            self._counted = dict.fromkeys(self._counted, 0)
-        return {**self._counted, "proxy_restarts": self._lives}
+        return {**added(self._counted_before, self._counted), "proxy_restarts": self._lives}
 
     async def _watch_proxy(self) -> None:
         """Start the proxy again also where nobody asks it for anything: agents wait for it, and its counts are due."""
@@ -214,6 +215,8 @@ class DirectGateway:
             if life != self._lives:
                 return
             log.error("the session proxy died or hangs; starting it again, its open sessions are lost")
+            self._counted_before = added(self._counted_before, self._counted)
+            self._counted = dict.fromkeys(self._counted, 0)
             try:
                 await asyncio.to_thread(self._group.restart, 0)
                 await self._greet()
@@ -267,6 +270,11 @@ class DirectGateway:
             )
         assert isinstance(reply, dict)
         return reply
+
+
+def added(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """Counts of a process and of those that it replaces. What is, and has not happened, is the last one's alone."""
+    return {name: value if name.endswith(GAUGE) else value + before.get(name, 0) for name, value in now.items()}
 
 
 def _verify_spec() -> AttemptSpec:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rl360.errors import InfrastructureError, RL360Error
-from rl360.gateway.direct import CALL_TIMEOUT_S, DirectGateway
+from rl360.gateway.direct import CALL_TIMEOUT_S, DirectGateway, added
 from rl360.gateway.ports import free_port
 from rl360.gateway.smg_process import require_smg
 from rl360.protocols import WorkerGroup
@@ -108,6 +108,7 @@ class SmgGateway(DirectGateway):
         self._smg_group = self._make_group(target=SMG, size=1, kwargs=kwargs, name="smg")
         self._watching: asyncio.Task[None] | None = None
         self._smg_state: Mapping[str, Any] = {}
+        self._smg_counted_before: Mapping[str, int] = {}  # by keepers before the one of now
         self._worker_restarts = 0
         self._replacing = asyncio.Lock()
 
@@ -140,7 +141,7 @@ class SmgGateway(DirectGateway):
 
     async def counts(self) -> Mapping[str, int]:
         """As DirectGateway's, and `smg_restarts`."""
-        state = {k: int(v) for k, v in self._smg_state.items() if isinstance(v, int) and k != "pid"}
+        state = added(self._smg_counted_before, _counts_in(self._smg_state))
         state["smg_restarts"] = state.get("smg_restarts", 0) + self._worker_restarts
         return {**await super().counts(), **state}
 
@@ -180,6 +181,9 @@ class SmgGateway(DirectGateway):
         start would wait in vain."""
         log.error("the worker that keeps smg %s; starting both again", why)
         self._worker_restarts += 1
+        counted = _counts_in(self._smg_state)
+        self._smg_counted_before = added(self._smg_counted_before, counted)
+        self._smg_state = {**self._smg_state, **dict.fromkeys(counted, 0)}
         now = {} if self._engine_urls is None else {"engine_urls": list(self._engine_urls)}
         kwargs = {**self._smg_kwargs, **now, "await_all": False}
         async with self._replacing:
@@ -188,3 +192,7 @@ class SmgGateway(DirectGateway):
             await asyncio.to_thread(self._smg_group.start)
         if self._engine_urls is not None:
             await self._tell_smg(self._engine_urls)
+
+
+def _counts_in(state: Mapping[str, Any]) -> dict[str, int]:
+    return {name: value for name, value in state.items() if isinstance(value, int) and name != "pid"}

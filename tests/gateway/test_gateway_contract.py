@@ -273,3 +273,20 @@ async def test_a_dead_proxy_is_counted_and_started_again_though_nobody_asks_it(k
         assert (await made.gateway.counts())["proxy_restarts"] == 1
         await made.open("a")
         await made.say("a")
+
+
+async def test_counts_go_on_when_a_proxy_is_replaced(kind: str, tmp_path: Path) -> None:
+    """Rows of metrics hold what has been added since the last: a count that began at 0 again would hide as much."""
+    async with rig(kind, tmp_path) as made:
+        await made.open(*NAMES)
+        await asyncio.gather(*map(made.say, NAMES))  # some on each engine
+        await made.servers[0].stop()
+        await asyncio.gather(*map(made.say, NAMES))
+        before = await made.gateway.counts()
+        assert before["engine_resends"] + before["engine_moves"] >= 1
+        os.kill(made.gateway._group.pid(0), signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while (await made.gateway.counts())["proxy_restarts"] == 0 or not await made.gateway._proxy_answers():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        after = await made.gateway.counts()
+        assert (after["engine_resends"], after["engine_moves"]) == (before["engine_resends"], before["engine_moves"])

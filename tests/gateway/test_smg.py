@@ -166,6 +166,9 @@ async def test_the_keeper_of_smg_is_replaced_too(tmp_path: Path) -> None:
         session = await made.gateway.close_session(spec.try_id)
         await until(lambda: made.gateway._worker_restarts == 1)
         assert (await made.gateway.counts())["smg_restarts"] == 1
+        made.gateway._smg_state = {**made.gateway._smg_state, "smg_restarts": 2}
+        await made.gateway._replace_keeper("is replaced by a test")
+        assert (await made.gateway.counts())["smg_restarts"] == 4  # two of the old keeper's, and two keepers
     assert (len(session.turns), session.stop) == (2, None)
 
 

@@ -16,7 +16,6 @@ import errno
 import io
 import json
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -198,11 +197,13 @@ class Reader:
         self._reader = FileSystemReader(self.folder)
         try:
             self._metadata = self._reader.read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ModuleNotFoundError) as error:
-            raise CheckpointError(f"{self.folder / METADATA}: unreadable ({error})") from error
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        stored = self._metadata.state_dict_metadata
-        self._tensors = {key: found for key, found in stored.items() if isinstance(found, TensorStorageMetadata)}
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            stored = self._metadata.state_dict_metadata
+            self._tensors = {key: found for key, found in stored.items() if isinstance(found, TensorStorageMetadata)}
+            for found in self._tensors.values():
+                _ = [(found.properties.dtype, found.size, chunk.offsets, chunk.sizes) for chunk in found.chunks]
+        except Exception as error:  # a pickle: of changed bytes anything can become
+            raise CheckpointError(f"{self.folder / METADATA}: unreadable ({type(error).__name__}: {error})") from error
 
     def __contains__(self, key: str) -> bool:
         return key in self._tensors
@@ -249,8 +250,11 @@ class Reader:
             targets[number] = value
         try:
             self._reader.read_data(LoadPlan(items), _ReadPlanner(targets)).wait()
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{self.folder}: a *.distcp file is unreadable ({error})") from error
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.folder}: a *.distcp file is unreadable, or {METADATA} is not of these files "
+                f"({type(error).__name__}: {error})"
+            ) from error
 
     def common(self) -> dict[str, Any]:
         """Everything that is no tensor, as rank 0 gave it; empty when there is nothing."""
@@ -266,7 +270,7 @@ class Reader:
         read = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
         try:
             self._reader.read_data(LoadPlan([read]), planner).wait()
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        except Exception as error:
             raise CheckpointError(f"{self.folder}: {wanted.key} is unreadable ({error})") from error
         return planner.objects[0][0]
 

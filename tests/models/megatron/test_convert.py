@@ -277,6 +277,20 @@ def test_a_damaged_file_is_named(tmp_path, hf):
         to_hf(tmp_path / "megatron", tmp_path / "back")
 
 
+@pytest.mark.parametrize("name", [b"strided", b"relative_path", b"sizes", b"offsets", b"storage_data", b"_StorageInfo"])
+def test_metadata_with_one_changed_letter_is_named(tmp_path, hf, name):
+    """It is a pickle, so a changed bit is another name, an object without its fields, or text that is none."""
+    source = hf()
+    to_megatron(source, tmp_path / "megatron")
+    file = tmp_path / "megatron" / "release" / ".metadata"
+    raw = file.read_bytes()
+    for letter in (b"q", b"\xf3"):
+        file.write_bytes(raw.replace(name, letter + name[1:]))
+        with pytest.raises(CheckpointError, match=r"release(/\.metadata: |: .*\.metadata |: )"):
+            to_hf(tmp_path / "megatron", tmp_path / "back")
+        assert not (tmp_path / "back").exists()
+
+
 def test_a_failure_leaves_nothing_and_the_next_call_cleans_up(tmp_path, hf, monkeypatch):
     source = hf()
     staging = tmp_path / ".megatron.unfinished"

@@ -1,7 +1,7 @@
 """A flat bucket as the string that SGLang's /update_weights_from_tensor takes, and back.
 
 In: a `FlatBucket`. Out: base64 of a pickle of {"flattened_tensor", "metadata"} in which the tensor is a handle: CUDA
-IPC for a tensor on a GPU, a file in shared memory for one on the CPU (which only RL360's own engine can open). Metadata
+IPC for a tensor on a GPU, memory of this process for one on the CPU (which only RL360's own engine can open). Metadata
 are plain namespaces with SGLang's fields, so that the sender needs no sglang.
 
 SGLang finds a GPU by its UUID (sglang/srt/utils/patch_torch.py), since an index means another device where
@@ -15,10 +15,10 @@ import copyreg
 import io
 import os
 import pickle
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +28,8 @@ from torch import Tensor
 
 from rl360.weight_sync.buckets import FlatBucket, TensorMeta
 
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "rl360-weights-"
+MEMORY = "rl360-weights-"  # a file without a name (memfd): it goes with the process, however that ends
+_PLACE = re.compile(r"\d+/fd/\d+")  # of it, under /proc
 DEVICE_INDEX = 6  # of the device among the arguments of torch's rebuild_cuda_tensor (torch 2.11)
 # What an engine of ours unpickles, and nothing else: the body comes over HTTP.
 _ALLOWED = {
@@ -44,14 +44,14 @@ _ALLOWED = {
 @contextmanager
 def exported(bucket: FlatBucket) -> Iterator[str]:
     """The bucket as a string that other processes of this machine can open while the context lasts."""
-    files: list[Path] = []
+    handles: list[int] = []
 
     def reduce_tensor(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         if tensor.is_cuda:
             return _cuda_handle(tensor)
-        path = _share(tensor)
-        files.append(path)
-        return _open_shared, (path.name, tensor.numel())
+        name = f"{MEMORY}{secrets.token_hex(8)}"  # numbers of handles are used again, and a reader may come late
+        handles.append(_share(tensor, name))
+        return _open_shared, (f"{os.getpid()}/fd/{handles[-1]}", name, tensor.numel())
 
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=4)
@@ -72,8 +72,8 @@ def exported(bucket: FlatBucket) -> Iterator[str]:
         pickler.dump({"flattened_tensor": bucket.flat_B, "metadata": metas})
         yield base64.b64encode(buffer.getvalue()).decode()
     finally:
-        for path in files:
-            path.unlink(missing_ok=True)
+        for handle in handles:
+            os.close(handle)
 
 
 def opened(text: str) -> FlatBucket:
@@ -95,19 +95,25 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _share(tensor: Tensor) -> Path:
-    path = SHARED_MEMORY / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-    with path.open("xb") as file:
-        os.fchmod(file.fileno(), 0o600)
-        tensor.detach().contiguous().numpy().tofile(file)
-    return path
+def _share(tensor: Tensor, name: str) -> int:
+    handle = os.memfd_create(name)
+    try:
+        with open(handle, "wb", closefd=False) as file:
+            tensor.detach().contiguous().numpy().tofile(file)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
 
 
-def _open_shared(name: str, size: int) -> Tensor:
-    if not name.startswith(PREFIX) or "/" in name:
-        raise pickle.UnpicklingError(f"{name!r} is not shared memory of a weight sync")
-    # Copy on write: what the receiver does to it is its own, and nothing is read before it is needed.
-    return torch.from_numpy(np.memmap(SHARED_MEMORY / name, dtype=np.uint8, mode="c", shape=(size,)))
+def _open_shared(place: str, name: str, size: int) -> Tensor:
+    if not (_PLACE.fullmatch(place) and name.startswith(MEMORY)):
+        raise pickle.UnpicklingError(f"{place!r}, {name!r} is not shared memory of a weight sync")
+    with open(f"/proc/{place}", "rb") as file:
+        if os.readlink(f"/proc/self/fd/{file.fileno()}") != f"/memfd:{name} (deleted)":
+            raise pickle.UnpicklingError(f"{place} is not {name} any more")
+        # Copy on write: what the receiver does to it is its own, and nothing is read before it is needed.
+        return torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="c", shape=(size,)))
 
 
 def _cuda_handle(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:

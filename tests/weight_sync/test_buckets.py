@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from rl360.weight_sync.buckets import (
     flatten,
     tensor_hash,
 )
-from rl360.weight_sync.wire import PREFIX, SHARED_MEMORY, exported, opened
+from rl360.weight_sync.wire import exported, opened
 
 
 def named(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, torch.Tensor]]:
@@ -118,7 +119,7 @@ def test_names_that_an_engine_joins_are_not_missed() -> None:
     assert problem.endswith("(q_proj, k_proj, v_proj): model.layers.0.self_attn.v_proj.weight was not sent")
 
 
-def test_a_handle_opens_in_shared_memory_and_is_gone_afterwards() -> None:
+def test_a_handle_opens_in_another_process_and_is_gone_afterwards() -> None:
     bucket = flatten(named((7, 3), (1000,)))
     with exported(bucket) as text:
         assert len(text) < 4000  # a handle, not the data
@@ -130,9 +131,33 @@ def test_a_handle_opens_in_shared_memory_and_is_gone_afterwards() -> None:
         assert not torch.equal(bucket.flat_B, back.flat_B)
         with exported(bucket) as other:
             assert other != text
-    assert list(SHARED_MEMORY.glob(f"{PREFIX}*")) == []
     with pytest.raises(ValueError, match="not a flattened bucket"):
         opened(text)
+    with exported(flatten(named((8,)))), pytest.raises(ValueError, match="any more"):
+        opened(text)  # of the same number, perhaps, and never of the bucket that has it now
+
+
+def test_nothing_is_left_of_a_sender_that_is_killed() -> None:
+    """A file of a bucket's size in /dev/shm, which nobody removes."""
+    code = (
+        "import sys, torch\n"
+        "from rl360.weight_sync.buckets import flatten\n"
+        "from rl360.weight_sync.wire import exported\n"
+        "with exported(flatten([('a', torch.arange(1000.0))])) as text:\n"
+        "    print(text, flush=True); sys.stdin.read()\n"
+    )
+    before = set(Path("/dev/shm").iterdir())
+    root, pipe = Path(__file__).parents[2], subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True, cwd=root) as sender:
+        assert sender.stdout is not None
+        text = sender.stdout.readline()
+        ((name, tensor),) = opened(text.strip()).tensors()
+        sender.kill()
+    assert name == "a"
+    assert torch.equal(tensor, torch.arange(1000.0))  # what a reader has opened stays
+    assert {path for path in set(Path("/dev/shm").iterdir()) - before if "rl360" in path.name} == set()
+    with pytest.raises(ValueError, match="not a flattened bucket"):
+        opened(text.strip())
 
 
 class Evil:

@@ -4,7 +4,7 @@ In: request bodies of /update_weights_from_tensor, /init_weights_update_group, /
 /destroy_weights_update_group, /weights_checker. Out: their replies. A bucket is checked against the decoder's names
 and shapes before its first value is copied; what a bucket leaves out stays as it was.
 
-Where SGLang takes CUDA IPC handles and NCCL, this takes files in shared memory and gloo.
+Where SGLang takes CUDA IPC handles and NCCL, this takes memory of the sending process and gloo.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ STOP_GRACE_S = 10.0  # for open trials to clean up their sandboxes when the queu
 GATEWAY_GRACE_S = 90.0  # for the gateway, whose parts have limits of their own: SMG's is gateway.stop_timeout_s
 DISCARD_TRIES = 3  # a proxy that stood still takes its time, and may have opened the session after all
 REQUEUE_PAUSE_S = 0.25  # before the second try, doubled before each later one: what failed may be on its way back
+LONGEST_PAUSE_S = 15.0  # of these; with rollout.max_tries=20 the last would otherwise be of a day and a half
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +274,7 @@ class QueueRollout:
             self._events.progress()
             spec = replace(spec, try_number=spec.try_number + 1, retry_of=spec.try_id)
             queued_at = time.monotonic()
-            await asyncio.sleep(REQUEUE_PAUSE_S * 2 ** (tries - 1))
+            await asyncio.sleep(requeue_pause_s(tries))
         if not attempt.valid:
             where = attempt.trial.trial_dir if attempt.trial else "none"
             log.warning(
@@ -386,6 +387,11 @@ class QueueRollout:
                 log.warning("session %s was not discarded: %s", spec.try_id, error)
                 if getattr(error, "cause", "proxy_timeout") != "proxy_timeout":
                     break  # a new proxy has none of it
+
+
+def requeue_pause_s(tries: int) -> float:
+    """Before the next try, after so many."""
+    return min(REQUEUE_PAUSE_S * 2.0 ** min(tries - 1, 100), LONGEST_PAUSE_S)
 
 
 def _trial_error(trial: TrialResult | None) -> str:

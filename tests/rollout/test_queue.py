@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rl360.errors import InfrastructureError, RL360Error, WorkerDied
-from rl360.rollout.queue import QueueRollout, RolloutEvents
+from rl360.rollout.queue import QueueRollout, RolloutEvents, requeue_pause_s
 from rl360.rollout.specs import group_spec
 from rl360.types import (
     Purpose,
@@ -481,3 +481,7 @@ def test_short_and_long_attempts_start_in_the_order_of_submission(make_queue):
     for _ in range(6):
         queue.next(0, 10.0)
     assert [slot for slot, _ in order_of_starts(recorder)] == [f"{slot:03d}" for slot in range(6) for _ in range(2)]
+
+
+def test_no_try_is_waited_for_for_long():
+    assert [requeue_pause_s(tries) for tries in (1, 2, 3, 20, 5000)] == [0.25, 0.5, 1.0, 15.0, 15.0]

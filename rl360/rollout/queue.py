@@ -48,7 +48,7 @@ STOP_GRACE_S = 10.0  # for open trials to clean up their sandboxes when the queu
 GATEWAY_GRACE_S = 90.0  # for the gateway, whose parts have limits of their own: SMG's is gateway.stop_timeout_s
 DISCARD_TRIES = 3  # a proxy that stood still takes its time, and may have opened the session after all
 REQUEUE_PAUSE_S = 0.25  # before the second try, doubled before each later one: what failed may be on its way back
-LONGEST_PAUSE_S = 15.0  # of these; with rollout.max_tries=20 the last would otherwise be of a day and a half
+LONGEST_PAUSE_S = 15.0  # of these; with rollout.max_tries=20 the last would otherwise be of 18 hours
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,9 @@ def disk_full(error: BaseException, run_dir: Path) -> DiskFull:
     used = _size(run_dir)
     met = error if isinstance(error, OSError) else error.__cause__ or error.__context__
     where = getattr(met, "filename", None) or run_dir
+    said = next(iter(str(error).splitlines()), "")  # a rank's error goes on with its log, which has a file of its own
     return DiskFull(
-        f"{where}: the disk is full ({type(error).__name__}: {error}). {_mib(usage.free)} of {_mib(usage.total)} are "
+        f"{where}: the disk is full ({type(error).__name__}: {said}). {_mib(usage.free)} of {_mib(usage.total)} are "
         f"free there, and {run_dir} holds {_mib(used)}. {_needed(run_dir, used)} Free that much, or move the folder to "
         f"a larger disk, and continue with: rl360 run resume={run_dir}"
     )

@@ -74,6 +74,13 @@ def test_the_error_says_where_how_much_is_there_and_what_is_needed(tmp_path: Pat
     assert not half.exists()
 
 
+def test_the_log_of_a_rank_is_not_in_the_sentence(tmp_path: Path) -> None:
+    error = RL360Error('publish: rank 0 of 2: OSError: [Errno 28] No space left\ntrainer-0: Traceback\n  File "x.py"')
+    text = str(disk.disk_full(error, tmp_path))
+    assert "(RL360Error: publish: rank 0 of 2: OSError: [Errno 28] No space left). " in text
+    assert "\n" not in text
+
+
 def test_other_errors_of_the_last_things_are_raised(tmp_path: Path) -> None:
     with disk.unless_full(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 DEFAULT_SHARD_BYTES = 5 * 10**9  # what transformers writes: fits every file system and download client
-UNFINISHED = ".unfinished"
+UNFINISHED, REPLACED = ".unfinished", ".replaced"
 
 # How safetensors spells what PyTorch calls otherwise.
 SAFETENSORS_DTYPES = {
@@ -229,22 +228,24 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     """A folder beside `folder` for one process to write into; it takes its place, whole or not at all.
 
     What is there already steps aside first, since a rename replaces only empty folders. `new_folder` refuses it
-    instead, and is for several processes.
+    instead, and is for several processes. What a killed process left of it is put right first.
     """
     folder = folder.resolve()  # a link stays one
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    staging = folder.parent / f".{folder.name}{UNFINISHED}"
+    aside = folder.parent / f".{folder.name}{REPLACED}"
+    if aside.exists() and not folder.exists():  # killed between the two renames
+        aside.rename(folder)
+    for left in (staging, aside):
+        if left.exists():
+            shutil.rmtree(left)
+    staging.mkdir(parents=True)
     try:
-        staging.chmod(0o755)  # mkdtemp makes it private; a checkpoint is not
         yield staging
         sync_tree(staging)
         if folder.exists():
-            aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-            folder.rename(aside / "folder")
-            staging.rename(folder)
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            staging.rename(folder)
+            folder.rename(aside)
+        staging.rename(folder)
+        shutil.rmtree(aside, ignore_errors=True)
         sync_path(folder.parent)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)

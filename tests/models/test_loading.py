@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rl360.errors import CheckpointError, ConfigError
 from rl360.models.decoder import causal_attend
+from rl360.models.hf_folder import replacing_folder
 from rl360.models.loading import load_decoder, load_weights, save_hf
 
 IDS = torch.tensor([5, 17, 3, 88, 41, 9])
@@ -55,6 +57,30 @@ def test_save_replaces_an_older_folder_and_leaves_nothing_behind(hf_folder, tmp_
     save_hf(decoder, out / "published", source=folder)
     assert sorted(path.name for path in out.iterdir()) == ["published"]
     assert not (out / "published" / "stale.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("left", "reads"),
+    [
+        ({".hf.unfinished": "half", "hf": "old"}, "old"),  # killed as it wrote
+        ({".hf.unfinished": "new", ".hf.replaced": "old"}, "old"),  # between the two renames
+        ({".hf.replaced": "old", "hf": "new"}, "new"),  # before the old one was deleted
+    ],
+)
+def test_what_a_killed_save_left_is_put_right_by_the_next(tmp_path, left, reads):
+    """Of a model of 16 GB, each leftover is 16 GB; and the old folder is there again even if the next one fails."""
+    for name, text in left.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(text)
+    with suppress(RuntimeError), replacing_folder(tmp_path / "hf") as staging:
+        assert list(staging.iterdir()) == []
+        assert (tmp_path / "hf" / "weights").read_text() == reads
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    with replacing_folder(tmp_path / "hf") as staging:
+        (staging / "weights").write_text("newest")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert (tmp_path / "hf" / "weights").read_text() == "newest"
 
 
 def test_failed_save_keeps_the_older_folder(hf_folder, tmp_path, monkeypatch):

@@ -130,10 +130,14 @@ def _convert(parsed: argparse.Namespace) -> int:
     if parsed.to == "megatron" and parsed.model is not None:
         raise ConfigError("--model goes with --to hf; --to megatron takes config and tokenizer from the source")
 
+    from rl360.models.export import refuse_changed
     from rl360.models.hf_folder import Ranks
     from rl360.models.megatron.convert import to_hf, to_megatron
 
     ranks = Ranks.of_torchrun()
+    with ranks.together():
+        if ranks.rank == 0:
+            refuse_changed(parsed.source)
     with Bar(ranks.rank == 0) as bar:
         if parsed.to == "megatron":
             to_megatron(parsed.source, parsed.out, ranks, bar)

@@ -45,8 +45,8 @@ def find_weights(path: Path, model: Path | None = None, best: bool = False) -> S
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder; expected a run, a checkpoint or a Megatron folder")
     folder, run, checkpoint = path, None, None
-    if path.name == TRAINER and (path.parent / MANIFEST).is_file():
-        folder = path.parent
+    if (around := checkpoint_around(path)) is not None:
+        folder = around
     if best and not (path / "checkpoints").is_dir():
         raise ConfigError(f"{path}: no run, so it has no best checkpoint; leave out --best, or name the run")
     if (path / "checkpoints").is_dir():
@@ -60,7 +60,7 @@ def find_weights(path: Path, model: Path | None = None, best: bool = False) -> S
         if checkpoint is None:
             raise CheckpointError(f"{folder}: incomplete or damaged; name another checkpoint")
         run = run or folder.parent.parent
-        folder = folder / TRAINER
+        folder = path if around is not None and path.name.startswith("iter_") else folder / TRAINER
     elif folder.name == TRAINER:
         run = folder.parent.parent.parent
     companions = model or (_model_of(run) if run is not None else None)
@@ -72,6 +72,26 @@ def find_weights(path: Path, model: Path | None = None, best: bool = False) -> S
         # A Megatron checkpoint carries its own config; only what the user names comes before it.
         return Source(folder, True, model, checkpoint)
     raise CheckpointError(f"{path}: no weights in it; expected {TORCH_STATE}, or a Megatron checkpoint")
+
+
+def checkpoint_around(path: Path) -> Path | None:
+    """The folder of a run's checkpoint when `path` is what its trainer wrote, or an iteration's folder in that."""
+    from rl360.engine.state import MANIFEST, TRAINER
+
+    place = path.resolve()
+    trainer = place.parent if place.name.startswith("iter_") else place
+    return trainer.parent if trainer.name == TRAINER and (trainer.parent / MANIFEST).is_file() else None
+
+
+def refuse_changed(path: Path) -> None:
+    """Raises `CheckpointError` when `path` is inside a run's checkpoint whose bytes are not those that were saved."""
+    from rl360.engine.state import read_checkpoint, verify_checkpoint
+
+    if (folder := checkpoint_around(path)) is None:
+        return
+    if (checkpoint := read_checkpoint(folder)) is None:
+        raise CheckpointError(f"{folder}: incomplete or damaged; name another checkpoint")
+    verify_checkpoint(checkpoint)
 
 
 def export_hf(

@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rl360 import cli
+from rl360.engine.state import CheckpointStore, RunState
 from rl360.errors import CheckpointError, ConfigError
 from rl360.models.megatron import convert, torch_dist
 from rl360.models.megatron.convert import to_hf, to_megatron
@@ -275,6 +277,32 @@ def test_a_damaged_file_is_named(tmp_path, hf):
     (tmp_path / "megatron" / "release" / ".metadata").write_bytes(b"no pickle")
     with pytest.raises(CheckpointError, match=r"\.metadata: unreadable"):
         to_hf(tmp_path / "megatron", tmp_path / "back")
+
+
+@pytest.mark.parametrize("inside", ["trainer", "trainer/iter_0000001", "trainer/iter_0000001/../iter_0000001"])
+def test_a_runs_checkpoint_whose_bytes_have_changed_is_refused_by_whichever_way_in(tmp_path, hf, capsys, inside):
+    """torch reads one changed bit of a weight without a word."""
+
+    def write(folder: Path) -> None:
+        to_megatron(source, folder)
+        (folder / "release").rename(folder / "iter_0000001")
+        (folder / "latest_checkpointed_iteration.txt").write_text("1")
+
+    source, store = hf(), CheckpointStore(tmp_path / "run")
+    path = store.save(RunState(1, 1), write).folder / inside
+    commands = [
+        ["model", command, str(path), *more, "--out", str(tmp_path / command)]
+        for command, more in (("export", []), ("convert", ["--to", "hf"]))
+    ]
+    assert [cli.main(words) for words in commands] == [0, 0]
+    file = store.latest().trainer_folder / "iter_0000001" / "__0_0.distcp"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    for words in commands:
+        assert cli.main([*words[:-1], str(tmp_path / "again")]) == 1
+        assert f"{file}: its bytes are not those that were saved" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize("name", [b"strided", b"relative_path", b"sizes", b"offsets", b"storage_data", b"_StorageInfo"])

@@ -27,6 +27,8 @@ from rl360.config.serving import serving_warnings
 from rl360.config.serving_machine import command_problems, look_at_servers, port_problems, with_servers
 from rl360.diagnostics.machine import Gpu, Memory, free_disk_bytes, gpus, memory, write_problem
 from rl360.errors import ConfigError, TaskError
+from rl360.models.architecture import malformed, sizes_missing
+from rl360.models.inspection import NUM_PARAMETERS
 from rl360.types import Task
 
 if TYPE_CHECKING:
@@ -98,7 +100,7 @@ def _model(config: RootConfig, found: Found) -> None:
         shape = ModelShape.from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except KeyError as error:
         found.problems.append(f"{key}: {folder / 'config.json'} has no {error.args[0]}; expected a Llama-like decoder")
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, ArithmeticError):
         return  # _folder_problems has named it
     else:
         found.shape = shape
@@ -107,11 +109,22 @@ def _model(config: RootConfig, found: Found) -> None:
 
 
 def _expected_shape(config: RootConfig, found: Found) -> None:
-    """Without the folder, what the model's YAML says of it is enough for a forecast of the GPUs."""
+    """Without the folder, what the model's YAML says of it is enough for a forecast of the GPUs, if it can be true."""
+    expect = config.model.expect or {}
+    if problems := [*malformed(expect, "model.expect"), *sizes_missing(expect, "model.expect", only=expect)]:
+        found.problems.extend(problems)
+        return
     try:
-        found.shape = ModelShape.from_hf(config.model.expect or {})
+        shape = ModelShape.from_hf(expect)
     except (KeyError, TypeError, ValueError):
         return
+    counted, said = shape.num_parameters, expect.get(NUM_PARAMETERS)
+    if said is not None and counted != said:
+        found.problems.append(
+            f"model.expect: its shapes give {counted:,} parameters, and {NUM_PARAMETERS} is {said}; expected the same"
+        )
+        return
+    found.shape = shape
 
 
 def _gpus(config: RootConfig, found: Found) -> None:

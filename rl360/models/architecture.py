@@ -7,7 +7,7 @@ rl360.models.weight_files, arithmetic to rl360.models.decoder.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -88,11 +88,7 @@ class DecoderConfig:
         """Read a parsed config.json. Raises `ConfigError` naming everything that this decoder cannot compute."""
         if problems := malformed(raw, where):
             raise ConfigError(problems)
-        problems = [
-            f"{where}: {key} is missing; a Llama-like config.json has it"
-            for key in ("model_type", *SIZES)
-            if not raw.get(key)
-        ]
+        problems = sizes_missing(raw, where)
         if problems:
             raise ConfigError(problems)
 
@@ -186,6 +182,15 @@ def another_model(config: DecoderConfig, saved: Mapping[str, Any], names: Sequen
         if name in saved and (found := getattr(config, name)) != saved[name]:
             return f"{name} is {found}; these weights were written for {saved[name]}"
     return None
+
+
+def sizes_missing(raw: Mapping[str, Any], where: str, only: Collection[str] | None = None) -> list[str]:
+    """The keys without which there is no model, absent, null or 0. only: keys that are looked at; None: all of them."""
+    return [
+        f"{where}: {key} is missing; a Llama-like config.json has it"
+        for key in ("model_type", *SIZES)
+        if not raw.get(key) and (only is None or key in only)
+    ]
 
 
 def malformed(raw: object, where: str) -> list[str]:

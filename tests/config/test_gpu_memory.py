@@ -170,11 +170,11 @@ def test_the_host_holds_ranks_and_the_copy_of_a_checkpoint(k2):
 def looked(k2, monkeypatch, tmp_path):
     """What the checks of this machine find for K2 Horizon on as many cards as given."""
 
-    def make(cards, **changes):
+    def make(cards, expect=None, **changes):
         monkeypatch.setattr(files, "gpus", lambda: [Gpu("H200", 143771, "580")] * cards)
         config = k2(**{"num_gpus": 8, **changes})
-        expect = compose(Request(("model=k2_horizon_7b",))).values["model"]["expect"]
-        config.model.name, config.model.expect = "k2_horizon_7b", dict(expect)
+        expected = compose(Request(("model=k2_horizon_7b",))).values["model"]["expect"]
+        config.model.name, config.model.expect = "k2_horizon_7b", {**expected, **(expect or {})}
         config.paths.models = config.paths.cache = config.paths.outputs = str(tmp_path)
         return look(config)
 
@@ -200,3 +200,19 @@ def test_the_forecast_needs_no_weights_and_reads_the_cards_memory(looked):
     assert stage.num_parameters == 4_499_738_624
     too_much = looked(8, max_tokens_per_gpu=131072).problems
     assert any(p.startswith("trainer: ") and "trainer.max_tokens_per_gpu=" in p for p in too_much), too_much
+
+
+@pytest.mark.parametrize(
+    ("expect", "said"),
+    [
+        ({"hidden_size": 5}, "model.expect: its shapes give 10,"),
+        ({"num_hidden_layers": -1}, "model.expect: num_hidden_layers is -1; expected a whole number"),
+        ({"num_attention_heads": 0, "head_dim": None}, "model.expect: num_attention_heads is missing"),
+        ({"vocab_size": "many"}, 'model.expect: vocab_size is "many"; expected a whole number'),
+    ],
+)
+def test_a_models_yaml_that_cannot_be_true_gives_no_forecast(looked, expect, said):
+    """Where there is no folder to compare it with, a slip of the pen made a forecast of 0.0 GiB of weights, or less."""
+    found = looked(8, expect)
+    assert [problem for problem in found.problems if problem.startswith(said)]
+    assert found.gpu is None

@@ -196,6 +196,13 @@ def model_problems(tmp_path: Path, *overrides: str) -> list[str]:
     return [problem for problem in examine(composed).problems if problem.startswith("model")]
 
 
+def test_a_model_without_heads_is_a_problem_and_no_bug(tmp_path):
+    folder = write_tiny(tmp_path / "other")
+    change(folder, num_attention_heads=0, head_dim=None)
+    (problem,) = model_problems(tmp_path, f"model.path={folder}", "model.expect=null")
+    assert "num_attention_heads is missing" in problem
+
+
 def test_check_names_the_first_difference_and_the_way_out(tmp_path):
     folder = write_tiny(tmp_path / "other")
     (problem,) = model_problems(tmp_path, f"model.path={folder}")

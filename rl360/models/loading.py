@@ -166,7 +166,8 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None
         for key in [name for name in ("dtype", "torch_dtype") if name in raw] or ["torch_dtype"]:
             raw[key] = str(dtype).removeprefix("torch.")
     (folder / CONFIG_FILE).write_text(json.dumps(raw, indent=2) + "\n")
-    modules = {f"{str(name).partition('.')[0]}.py" for name in (raw.get("auto_map") or {}).values()}
+    named = raw.get("auto_map")
+    modules = {f"{str(name).partition('.')[0]}.py" for name in named.values()} if isinstance(named, dict) else set()
     for name in (*COMPANION_FILES, *sorted(modules)):
         if Path(name).name == name and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

@@ -146,6 +146,15 @@ def test_missing_files_are_named(hf_folder, tmp_path):
         load_decoder(folder)
 
 
+def test_an_auto_map_that_names_nothing_costs_no_weights(hf_folder, tmp_path):
+    """config.json is copied when all is trained; a key that only other readers look at must not end that."""
+    folder, _ = hf_folder("llama")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "auto_map": ["modeling.Model"]}))
+    out = save_hf(load_decoder(folder), tmp_path / "out", source=folder)
+    assert json.loads((out / "config.json").read_text())["auto_map"] == ["modeling.Model"]
+
+
 def test_dtype_follows_the_decoder(hf_folder, tmp_path):
     folder, _ = hf_folder("llama")
     decoder = load_decoder(folder, dtype=torch.bfloat16)

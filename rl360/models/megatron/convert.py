@@ -137,7 +137,7 @@ def weights_folder(folder: Path) -> Path:
         raise CheckpointError(f"{folder}: no such folder; expected a Megatron checkpoint")
     if not tracker.is_file():
         raise CheckpointError(f"{folder}: no Megatron checkpoint; expected {TRACKER_FILE}, or {torch_dist.METADATA}")
-    word = tracker.read_text().strip()
+    word = tracker.read_text(errors="replace").strip()
     if word != RELEASE and not word.isdigit():
         raise CheckpointError(f"{tracker}: says {word!r}; expected {RELEASE} or the number of an iteration")
     return folder / (word if word == RELEASE else f"iter_{int(word):07d}")

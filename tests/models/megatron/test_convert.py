@@ -260,6 +260,9 @@ def test_a_folder_in_the_way_and_a_folder_that_is_no_checkpoint(tmp_path, hf):
     (tmp_path / "empty" / "latest_checkpointed_iteration.txt").write_text("newest")
     with pytest.raises(CheckpointError, match=r"says 'newest'; expected release or the number"):
         to_hf(tmp_path / "empty", tmp_path / "back")
+    (tmp_path / "empty" / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"expected release or the number"):
+        to_hf(tmp_path / "empty", tmp_path / "back")
     (tmp_path / "empty" / "latest_checkpointed_iteration.txt").write_text("12\n")
     with pytest.raises(CheckpointError, match=r"iter_0000012/.metadata: not found"):
         to_hf(tmp_path / "empty", tmp_path / "back", source)

@@ -141,9 +141,8 @@ class RankCheckpoint:
                 "`save` wrote. Weights alone are converted with rl360 model convert, and named by model.path"
             )
         self._check(reader, moments=own["num_steps"] > 0)
-        if (
-            difference := another_model(training.config, own.get("model", {}))
-        ) is not None:  # with every shape in place
+        difference = another_model(training.config, own.get("model", {}))
+        if difference is not None:  # with every shape in place
             raise CheckpointError(f"{iteration}: the chosen model's {difference}")
         for share in self._shares():
             self._restore(reader, share, own["num_steps"])

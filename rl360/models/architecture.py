@@ -28,6 +28,8 @@ WHOLE_NUMBERS = (
     "layernorm_num_groups",
     "max_position_embeddings",
 )
+# Of each tensor of each layer there is a name to be made: far more layers than any model has would fill the memory.
+MOST_LAYERS, MOST = 10_000, 2**31 - 1
 NUMBERS = ("rope_theta", "rms_norm_eps", "initializer_range")
 SWITCHES = ("tie_word_embeddings",)  # true or false; as text, "false" would be true
 # A Llama's own, where config.json says nothing or null.
@@ -201,6 +203,12 @@ def malformed(raw: object, where: str) -> list[str]:
         f"{where}: {key} is {json.dumps(raw[key])}; expected a whole number, 0 or more"
         for key in WHOLE_NUMBERS
         if raw.get(key) is not None and not (type(raw[key]) is int and raw[key] >= 0)
+    ]
+    problems += [
+        f"{where}: {key} is {raw[key]:,}; expected at most {most:,}"
+        for key in WHOLE_NUMBERS
+        for most in [MOST_LAYERS if key == "num_hidden_layers" else MOST]
+        if type(raw.get(key)) is int and raw[key] > most
     ]
     places = [(where, raw)]
     for key in ROPE_KEYS:

@@ -139,6 +139,16 @@ def test_switches_that_are_off_are_no_matter(tmp_path, values):
     assert checkpoint_differences(folder) == []
 
 
+@pytest.mark.parametrize(
+    ("key", "most"), [("num_hidden_layers", "10,000"), ("vocab_size", "2,147,483,647"), ("head_dim", "2,147,483,647")]
+)
+def test_numbers_beyond_all_reason_are_refused_and_not_computed_with(tmp_path, key, most):
+    folder = write_tiny(tmp_path / "m")
+    change(folder, **{key: 10**30})
+    (problem,) = checkpoint_differences(folder)
+    assert problem.endswith(f"{key} is {10**30:,}; expected at most {most}")
+
+
 def test_missing_and_unreadable_configs(tmp_path):
     assert checkpoint_differences(tmp_path) == [
         f"{tmp_path / 'config.json'}: not found; expected a Hugging Face model folder"

@@ -5,7 +5,8 @@ to others: which engine is asked, and again where one fails (routes.py, smg_rout
 
 An engine may abort a request to change its weights. What it had sampled by then was sampled; the pool asks again with
 those ids behind the prompt, and the turn carries a span for each version. An engine looks for stops in its own part
-only; the pool looks in the joined text, and the turn ends with the token that completes the first stop.
+only; the pool looks in the joined text, and the turn ends with the token that completes the first stop. The last token
+before an abort can be the policy's end of turn, and SGLang says abort all the same: such a turn is over.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,12 +68,20 @@ class EnginePool:
         route: the way; closed with the pool.
         timeout_s: of one turn, with every resumption and failover in it.
         decode: text of ids, special tokens included; None: stops across an interruption are not found.
+        eos_ids: ids that end a turn.
     """
 
-    def __init__(self, route: Route, timeout_s: float, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+    def __init__(
+        self,
+        route: Route,
+        timeout_s: float,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        eos_ids: Collection[int] = (),
+    ) -> None:
         self.route = route
         self._timeout_s = timeout_s
         self._decode = decode
+        self._eos_ids = frozenset(eos_ids)
         self._texts: dict[str, IdText] = {}
         self._limits: dict[asyncio.Timeout, float] = {}  # of each open turn: seconds left when its clock was stopped
         self._held = self._empty = False
@@ -170,6 +179,8 @@ class EnginePool:
                 spans = [VersionSpan(s.version, s.start, min(s.end, end)) for s in spans if s.start < end]
             if finish == "abort" and len(ids) >= max_new_tokens:
                 finish = "length"
+            if finish == "abort" and ids and ids[-1] in self._eos_ids:
+                finish = "stop"
             if finish != "abort":
                 cached = says[0]["meta_info"].get("cached_tokens") or 0
                 return Generation(

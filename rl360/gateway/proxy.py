@@ -108,7 +108,7 @@ class ProxyWorker:
         else:
             self._smg = HttpEngine(self._smg_url, request_timeout_s=self._timeout_s, api_key=self._smg_key)
             route = SmgRoute(self._smg, self._engines, self._timeout_s)
-        pool = EnginePool(route, self._timeout_s, tokenizer.decode)
+        pool = EnginePool(route, self._timeout_s, tokenizer.decode, tokenizer.eos_ids)
         self._services = Services(tokenizer, template, self._parser, pool, self._executor)
         self._log = SessionLog(self._log_dir / "sessions.jsonl")
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)

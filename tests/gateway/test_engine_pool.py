@@ -98,6 +98,19 @@ async def test_an_interruption_at_the_last_token_is_a_length_stop() -> None:
     assert (generation.finish_type, len(generation.token_ids), model.num_requests) == ("length", 4, 1)
 
 
+async def test_an_interruption_at_the_end_of_the_turn_ends_it() -> None:
+    model = stub()
+    model.script.extend(["one two", " three four", "more that nobody asked for"])
+    num_second = len(model.tokenizer.encode(" three four"))
+    model.faults.extend([Fault("abort", keep=2), Fault("abort", keep=num_second + 1)])  # the end of turn is sampled
+    generation = await generate(EnginePool(LeastLoaded([StubEngine(model)]), 5, eos_ids={model.eos}))
+    first, second = model.samples
+    assert second.ids[-1] == model.eos
+    assert tuple(generation.token_ids) == (*first.ids, *second.ids)
+    assert generation.version_spans == (VersionSpan(0, 0, 2), VersionSpan(1, 2, 2 + len(second.ids)))
+    assert (generation.finish_type, generation.interruptions) == ("stop", 1)
+
+
 async def test_a_failing_engine_is_left_for_another() -> None:
     broken, good = stub(), stub()
     broken.faults.extend([Fault("status", 500)] * 9)

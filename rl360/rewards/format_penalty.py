@@ -29,16 +29,16 @@ class FormatPenalty:
     async def score(self, task: Task, attempts: Sequence[Attempt], deadline_s: float) -> Sequence[Score]:
         """One Score per attempt, in order; raw is 1 for a bad form, 0 for a good one, None where the agent kept none.
 
-        Raises `KeyError` when a valid attempt has no score of `verifier`: the rewards are in the wrong order.
+        Raises `KeyError` when an attempt has no score of `verifier`: the rewards are in the wrong order.
         """
         return [self._score(attempt) for attempt in attempts]
 
     def _score(self, attempt: Attempt) -> Score:
         format_ok = attempt.trial.agent_metadata.get("format_ok") if attempt.trial else None
         raw = None if format_ok is None else float(format_ok is False)
-        if attempt.scores and self.verifier not in attempt.scores:
-            earlier = ", ".join(attempt.scores)
+        if self.verifier not in attempt.scores:
+            earlier = ", ".join(attempt.scores) or "none"
             raise KeyError(f"reward.{self.name}.verifier: no score named {self.verifier}; earlier rewards: {earlier}")
-        verdict = attempt.scores.get(self.verifier)
-        charged = format_ok is False and verdict is not None and verdict.valid and verdict.success is True
+        verdict = attempt.scores[self.verifier]
+        charged = format_ok is False and verdict.valid and verdict.success is True
         return Score(raw=raw, shaped=-self.penalty if charged else 0.0)

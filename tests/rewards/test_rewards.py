@@ -129,6 +129,8 @@ async def test_the_penalty_needs_its_verifier_before_it() -> None:
     scored = await score_all(attempt({"reward": 1.0}, False), VerifierReward("tests"))
     with pytest.raises(KeyError, match="no score named verifier; earlier rewards: tests"):
         await score_all(scored, FormatPenalty("format_penalty"))
+    with pytest.raises(KeyError, match="no score named verifier; earlier rewards: none"):
+        await score_all(attempt({"reward": 1.0}, False), FormatPenalty("format_penalty"), VerifierReward("verifier"))
     named = await score_all(scored, FormatPenalty("format_penalty", penalty=0.5, verifier="tests"))
     assert named.reward == pytest.approx(0.5)
 

@@ -5,7 +5,7 @@ reward measures (rl360.rewards), and what an attempt without a score means (the 
 
 A reward is often a user's own code. One that raises, answers for too few attempts or with no number masks the attempt
 with a cause: a sum with a term missing is not comparable within its group. One that is late does so if it is required,
-and adds nothing if it is not.
+and adds nothing if it is not. Numbers of other libraries (numpy, torch) become Python's, which is what is written down.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rl360.types import Attempt, Score, Stop, Task
 
 log = logging.getLogger(__name__)
 
+MAX_SHAPED = 1e6  # of either sign; beyond it nothing is left of a group's other rewards, and fp32 may overflow
 REWARD_DEADLINE_S = 60.0  # one reward over one group; rewards here read what the trial already reported
 
 
@@ -61,7 +62,7 @@ async def _scores(name: str, reward: Reward, task: Task, attempts: Sequence[Atte
     try:
         async with asyncio.timeout(REWARD_DEADLINE_S):
             scores = list(await reward.score(task, attempts, REWARD_DEADLINE_S))
-        finite = [math.isfinite(score.shaped) for score in scores]  # what is no Score, or holds no number, ends here
+        scores = [_plain(score) for score in scores]  # what is no Score, or holds no number, ends here
     except TimeoutError:
         cause, valid = f"reward_{name}_timeout", not reward.required
     except (Exception, SystemExit) as error:  # a user's code: whatever it raises costs its score, not the run
@@ -70,8 +71,18 @@ async def _scores(name: str, reward: Reward, task: Task, attempts: Sequence[Atte
     else:
         cause = f"reward_{name}_not_finite" if len(scores) == len(attempts) else f"reward_{name}_count"
         if len(scores) == len(attempts):
-            return [s if fine else _no_score(cause) for s, fine in zip(scores, finite, strict=True)]
+            return [score if abs(score.shaped) <= MAX_SHAPED else _no_score(cause) for score in scores]
     return [_no_score(cause, valid) for _ in attempts]
+
+
+def _plain(score: Score) -> Score:
+    shaped = float(score.shaped) if math.isfinite(score.shaped) else math.nan  # isfinite: a text is no number
+    return replace(
+        score,
+        shaped=shaped,
+        valid=bool(score.valid),
+        success=None if score.success is None else bool(score.success),
+    )
 
 
 def _no_score(cause: str, valid: bool = False) -> Score:

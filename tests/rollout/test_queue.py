@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from rl360.engine.codec import attempt_from_json, attempt_to_json
 from rl360.errors import InfrastructureError, RL360Error, WorkerDied
+from rl360.rewards.format_penalty import FormatPenalty
 from rl360.rollout.queue import QueueRollout, RolloutEvents, requeue_pause_s
 from rl360.rollout.specs import group_spec
 from rl360.types import (
@@ -394,13 +398,35 @@ def test_a_group_reward_sees_the_whole_group(make_queue):
     assert [a.reward for a in queue.next(0, 5.0).attempts] == [1.0, 11.0, 21.0]
 
 
+def test_numbers_of_other_libraries_become_plain_ones(make_queue):
+    """As a tensor, a reward was written down as its repr and could not be read again."""
+
+    class Tensors:
+        name, scope, required = "tensors", "attempt", True
+
+        async def score(self, task, attempts, deadline_s):
+            return [Score(raw=None, shaped=torch.tensor(0.5), success=np.float64(0.5) > 0.25)]
+
+    queue, _, _, _ = make_queue(
+        lambda spec: ({"reward": 1.0}, None, {"format_ok": False}),
+        rewards={"tensors": Tensors(), "form": FormatPenalty("form", 0.125, verifier="tensors")},
+    )
+    queue.submit(make_group(1))
+    (attempt,) = queue.next(0, 5.0).attempts
+    assert (attempt.reward, attempt.success) == (0.375, True)  # numpy's True is a success that pays the penalty
+    again = attempt_from_json(json.loads(json.dumps(attempt_to_json(attempt))))
+    assert (again.scores, again.reward) == (attempt.scores, 0.375)
+
+
 @pytest.mark.parametrize(
     ("answer", "cause"),
     [
         ([1.0], "reward_odd_AttributeError"),
         ([True], "reward_odd_AttributeError"),
         ([Score(raw=None, shaped="b")], "reward_odd_TypeError"),
+        ([Score(raw=None, shaped="1.5")], "reward_odd_TypeError"),
         ([Score(raw=None, shaped=float("nan"))], "reward_odd_not_finite"),
+        ([Score(raw=None, shaped=1e39)], "reward_odd_not_finite"),  # infinite in fp32
         ([], "reward_odd_count"),
         (SystemExit(1), "reward_odd_SystemExit"),
         (ValueError("no"), "reward_odd_ValueError"),

@@ -269,10 +269,12 @@ def _map(
                 metadata[AGENT_ERROR] = own.name
             failure = failure or own
         if lost is None and harbor.verifier_result is not None and harbor.verifier_result.rewards:
-            rewards = {key: float(value) for key, value in harbor.verifier_result.rewards.items()}
-            if len(rewards) > _MAX_REWARD_KEYS or any(not abs(value) <= _MAX_REWARD for value in rewards.values()):
-                failure = _Failure("VerifierOutputParseError", f"{len(rewards)} rewards, or one beyond {_MAX_REWARD:g}")
-                rewards = None
+            said = harbor.verifier_result.rewards
+            # Compared before they become floats: JSON's whole numbers can be too large for one.
+            if len(said) > _MAX_REWARD_KEYS or any(not abs(value) <= _MAX_REWARD for value in said.values()):
+                failure = _Failure("VerifierOutputParseError", f"{len(said)} rewards, or one beyond {_MAX_REWARD:g}")
+            else:
+                rewards = {key: float(value) for key, value in said.items()}
         timings = Timings(
             queue_s=queue_s,
             # An agent's own setup may install programs for minutes: none of that is the policy's time.

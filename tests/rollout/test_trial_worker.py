@@ -189,6 +189,7 @@ async def test_start_timeout(make_worker: MakeWorker, model: Any, tmp_path: Path
         ("#!/bin/bash\ntrue\n", "RewardFileNotFoundError"),
         ("#!/bin/bash\necho nan > /logs/verifier/reward.txt\n", "VerifierOutputParseError"),
         ("#!/bin/bash\necho '{\"a\": 1e999}' > /logs/verifier/reward.json\n", "VerifierOutputParseError"),
+        (f"#!/bin/bash\necho '{{\"a\": 1{'0' * 400}}}' > /logs/verifier/reward.json\n", "VerifierOutputParseError"),
         ("#!/bin/bash\n: > /logs/verifier/reward.txt\n", "RewardFileEmptyError"),
     ],
 )

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl360.rollout.failures import AGENT_ERROR, HOSTS_FAILURE, INTERRUPTED, LATER_FAILURE, OFFLINE, STOOD_STILL
 from rl360.rollout.standstill import Standstill
+from rl360.rollout.steps import all_judged, metadata_of
 from rl360.types import AttemptSpec, Timings, TrialResult
 
 if TYPE_CHECKING:
@@ -203,16 +204,21 @@ class TrialWorker:
 def _remember_failures(trial: Trial) -> list[_Failure]:
     """A list that gets every failure as the trial records it. Harbor keeps the first one."""
     from rl360.agents.blame import hosts_failure
+    from rl360.rollout.steps import watch_steps
 
     failures: list[_Failure] = []
     record = trial._record_exception
 
-    def remembering(error: BaseException) -> None:
+    def remember(error: BaseException) -> None:
         hosts = hosts_failure(error, trial.agent_environment)
         failures.append(_Failure(type(error).__name__, _whole_message(error), hosts))
+
+    def remembering(error: BaseException) -> None:
+        remember(error)
         record(error)
 
     trial._record_exception = remembering
+    watch_steps(trial, remember)
     return failures
 
 
@@ -249,12 +255,17 @@ def _map(
     if separate is not None and separate.failed is not None:
         lost = _Failure("SandboxDied", f"an artifact could not be taken from it: {separate.failed}")
     if harbor is not None:
+        steps = harbor.step_results or []
         if failure is None and recorded:
             failure = recorded[0]
         if failure is None and harbor.exception_info is not None:
             failure = _Failure(harbor.exception_info.exception_type, harbor.exception_info.exception_message)
+        for step in steps:  # its set-up or its health check
+            if failure is None and step.exception_info is not None:
+                failure = _Failure(step.exception_info.exception_type, step.exception_info.exception_message)
         if failure is None and lost is not None:
             failure = lost
+        metadata.update(metadata_of(steps))
         if harbor.agent_result is not None:
             metadata.update(harbor.agent_result.metadata or {})
         for key in (AGENT_ERROR, HOSTS_FAILURE, INTERRUPTED, LATER_FAILURE, STOOD_STILL, "exhausted"):  # ours to say
@@ -268,7 +279,8 @@ def _map(
             if failure is None or failure.name != own.name:  # a later failure of the same name must not pass for it
                 metadata[AGENT_ERROR] = own.name
             failure = failure or own
-        if lost is None and harbor.verifier_result is not None and harbor.verifier_result.rewards:
+        judged = lost is None and all_judged(steps)
+        if judged and harbor.verifier_result is not None and harbor.verifier_result.rewards:
             said = harbor.verifier_result.rewards
             # Compared before they become floats: JSON's whole numbers can be too large for one.
             if len(said) > _MAX_REWARD_KEYS or any(not abs(value) <= _MAX_REWARD for value in said.values()):
@@ -279,8 +291,8 @@ def _map(
             queue_s=queue_s,
             # An agent's own setup may install programs for minutes: none of that is the policy's time.
             sandbox_s=_seconds(harbor.environment_setup) + _seconds(harbor.agent_setup),
-            agent_s=_seconds(harbor.agent_execution),
-            verify_s=_seconds(harbor.verifier),
+            agent_s=sum(map(_seconds, (harbor.agent_execution, *(step.agent_execution for step in steps)))),
+            verify_s=sum(map(_seconds, (harbor.verifier, *(step.verifier for step in steps)))),
             total_s=queue_s + total_s,
         )
     environment = getattr(trial, "agent_environment", None)

@@ -200,6 +200,53 @@ async def test_verifier_without_a_number(
     assert (result.rewards, result.exception_type) == (None, exception)
 
 
+STEPS_TOML = """version = "1.0"
+[verifier]
+environment_mode = "separate"
+timeout_sec = 30.0
+[[steps]]
+name = "one"
+artifacts = ["/app"]
+[[steps]]
+name = "two"
+artifacts = ["/app"]
+"""
+
+
+def make_steps(folder: Path, *scripts: str) -> Task:
+    task = make_task(folder)
+    (folder / "task.toml").write_text(STEPS_TOML)
+    for name, script in zip(("one", "two"), scripts, strict=True):
+        (folder / "steps" / name / "tests").mkdir(parents=True)
+        (folder / "steps" / name / "instruction.md").write_text("Write `double(x)`.\n")
+        (folder / "steps" / name / "tests" / "test.sh").write_text(f"#!/bin/bash\n{script}\n")
+    return task
+
+
+@pytest.mark.parametrize(
+    ("second", "rewards", "exception"),
+    [
+        ("echo 0 > /logs/verifier/reward.txt", {"reward": 0.5}, None),
+        ("sleep 60", None, "VerifierTimeoutError"),
+        ("true", None, "RewardFileNotFoundError"),
+        ("echo '{}' > /logs/verifier/reward.json", None, None),
+    ],
+)
+async def test_a_step_without_a_verdict_is_not_left_out_of_the_mean(
+    make_worker: MakeWorker,
+    model: Any,
+    tmp_path: Path,
+    second: str,
+    rewards: dict[str, float] | None,
+    exception: str | None,
+) -> None:
+    task = make_steps(tmp_path / "t", "echo 1 > /logs/verifier/reward.txt", second)
+    result = await one(make_worker, model, task, sandbox={"verifier_timeout_s": 2.0})
+    assert (result.rewards, result.exception_type) == (rewards, exception)
+    assert result.agent_metadata["format_ok"] is True
+    assert min(result.timings.agent_s, result.timings.verify_s) > 0
+
+
 async def test_verifier_timeout(make_worker: MakeWorker, model: Any, tmp_path: Path) -> None:
     task = make_task(tmp_path / "t", test_sh="#!/bin/bash\nsleep 60\n")
     result = await one(make_worker, model, task, sandbox={"verifier_timeout_s": 0.7})

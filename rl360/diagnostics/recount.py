@@ -65,7 +65,7 @@ def recount(run_dir: Path) -> Recount:
         said = row["outcome"]["kind"]
         if said != derived[try_id]:
             problems.append(f"{try_id}: recorded as {said}, but the attempt itself is {derived[try_id]}")
-        problems += _token_problems(try_id, row, sessions.get(try_id))
+        problems += _token_problems(try_id, row, sessions.get(try_id)) + _reward_problems(try_id, row)
     undecided = [try_id for try_id, session in sessions.items() if try_id not in rows]
     kinds = Counter(derived.values())
     causes = Counter(_cause(rows[t]) for t, kind in derived.items() if kind == "masked")
@@ -200,6 +200,19 @@ def _sampled(segment: Mapping[str, Any]) -> Any:
 
     runs = [segment["token_ids"][start:end] for start, end in segment["sampled"]]
     return np.array([token for run in runs for token in run], dtype="<i4")
+
+
+def _reward_problems(try_id: str, row: Mapping[str, Any]) -> list[str]:
+    """Whether the trial is this try's own, and the reward the sum of the scores: none where it is not valid."""
+    problems = []
+    if (trial := row.get("trial")) and trial["try_id"] != try_id:
+        problems.append(f"{try_id}: its trial is that of {trial['try_id']}")
+    said, summed = row.get("reward"), _reward(row) if _valid(row) else None
+    if summed is None and said is not None:
+        problems.append(f"{try_id}: has the reward {said}, and no valid score")
+    elif summed is not None and math.isfinite(summed) and (said is None or abs(said - summed) > 1e-9 * abs(summed)):
+        problems.append(f"{try_id}: its scores are {summed} in all, its reward is {said}")
+    return problems
 
 
 def _token_problems(try_id: str, row: Mapping[str, Any], session: Mapping[str, Any] | None) -> list[str]:

@@ -179,6 +179,21 @@ def test_a_reward_that_became_zero_is_noticed(run_dir, capsys):
     assert "i0-b-0.t0: recorded as filtered, but the attempt itself is trained" in disagreements(run_dir, capsys)
 
 
+def test_a_reward_that_is_not_its_scores_sum_is_noticed(run_dir, capsys):
+    rewrite(run_dir, lambda row: {**row, "reward": row["reward"] + 0.5} if row.get("reward") is not None else row)
+    assert "its scores are 1.0 in all, its reward is 1.5" in disagreements(run_dir, capsys)
+    rewrite(run_dir, lambda row: {**row, "reward": 0.0} if row["outcome"]["kind"] == "masked" else row)
+    assert "has the reward 0.0, and no valid score" in disagreements(run_dir, capsys)
+
+
+def test_the_trial_of_another_try_is_noticed(run_dir, capsys):
+    def swap(row):
+        return {**row, "trial": {**row["trial"], "try_id": "another.t0"}} if row.get("trial") else row
+
+    rewrite(run_dir, swap)
+    assert "its trial is that of another.t0" in disagreements(run_dir, capsys)
+
+
 def test_a_wrong_summary_is_noticed(run_dir, capsys):
     path = run_dir / "summary.json"
     summary = json.loads(path.read_text())

@@ -456,6 +456,19 @@ async def test_what_ended_before_the_keeper_was_asked_was_not_ended_by_it(start_
     assert "from outside" in s.interrupted
 
 
+async def test_a_first_process_that_was_dying_when_the_keeper_was_asked(start_sandbox: Any) -> None:
+    """Bubblewrap does not know yet when something else, such as the agent's time-out, asks for the sandbox's end."""
+    s = await start_sandbox()
+    monitor = _monitor_of(s)
+    (first,) = monitor.children()
+    monitor.suspend()
+    first.kill()
+    await _until(lambda: first.status() == psutil.STATUS_ZOMBIE)
+    asyncio.get_running_loop().call_later(0.3, monitor.resume)
+    await s.stop(delete=True)
+    assert (s.exhausted, s.interrupted) == ("", "its first process was killed from outside")
+
+
 async def test_nothing_is_left_of_a_killed_keeper(start_sandbox: Any) -> None:
     """Its sandboxes end with it. The worker removes what the keeper would have, and goes on with another one."""
     s = await start_sandbox()

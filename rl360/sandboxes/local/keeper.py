@@ -38,6 +38,7 @@ _OPEN_FILES = 1024  # the usual soft limit of a process
 _REMOVE_EVERY_S = 0.01  # between tries to remove the groups of a sandbox whose processes are ending
 _REMOVE_FOR_S = 5.0  # then the next sweep gets it
 INFO_FD = 1002  # where bubblewrap says which process is the first inside; above any that is open when it starts
+_EXITING, _SIGNALLED = 0x4, 0x400  # <linux/sched.h>: PF_EXITING, PF_SIGNALED, of the flags in /proc/<pid>/stat
 _KERNEL_ENDS_S = 0.2  # after a sandbox's end; what still runs in its groups then was never in its PID namespace
 
 
@@ -48,6 +49,8 @@ class _Sandbox:
     folder: str | None
     deadline: float | None
     info_fd: int  # bubblewrap has written there which process is the first one inside
+    first: int = 0  # that process; 0: not read yet, or there was none
+    killed_first: bool = False  # it was dying of a signal before the keeper did anything
     exhausted: str = ""
     asked: bool = False  # the keeper killed it
     signalled: bool = False  # it did so by bubblewrap's own process, and not by the first one inside
@@ -255,8 +258,10 @@ def _kill(sandbox: _Sandbox) -> None:
     Were they killed one by one in any order, a command could be dead while what reports its exit code, or goes on to
     the next line of a test script, still runs. Bubblewrap's own process ends by itself, after all of them.
     """
-    if _is_over(sandbox.pid):
+    if _is_over(sandbox.pid) or _ends(sandbox.pid, _EXITING):
         return  # not by us
+    if not sandbox.asked:
+        sandbox.killed_first = _ends(_first_inside(sandbox), _EXITING | _SIGNALLED)
     pids = _children(sandbox.pid) or cgroups.processes(sandbox.cgroups) or {sandbox.pid}
     sandbox.asked = True
     sandbox.signalled = sandbox.signalled or sandbox.pid in pids
@@ -308,22 +313,36 @@ def _reap(sandboxes: dict[str, _Sandbox]) -> None:
         if sandbox.ended is None and sandbox.pid in reaped:
             sandbox.ended = time.monotonic()
             own, outer = cgroups.oom_kills(sandbox.cgroups)
-            first = _first_inside(sandbox.info_fd)
+            first = _first_inside(sandbox)
             os.close(sandbox.info_fd)
             # Bubblewrap reaps the first process only where that ended before its command; else it is left to us.
             lost_first = not sandbox.asked and first > 0 and first not in reaped and not _is_child(first)
             sandbox.event = {
                 "status": reaped[sandbox.pid], "oom_kills": own, "outer_oom_kills": outer,
-                "signalled": sandbox.signalled, "lost_first": lost_first,
+                "signalled": sandbox.signalled, "lost_first": lost_first, "killed_first": sandbox.killed_first,
             }  # fmt: skip
 
 
-def _first_inside(info_fd: int) -> int:
-    """Its id out here; 0: bubblewrap ended before there was one."""
+def _first_inside(sandbox: _Sandbox) -> int:
+    """Its id out here; 0: there is none yet, or bubblewrap ended before there was one."""
+    if not sandbox.first:
+        with contextlib.suppress(BlockingIOError, ValueError, KeyError):
+            sandbox.first = int(json.loads(os.read(sandbox.info_fd, 4096))["child-pid"])
+    return sandbox.first
+
+
+def _ends(pid: int, how: int) -> bool:
+    """Whether a process is ending, or has ended and was not reaped, in this way.
+
+    Its files are closed a while before its parent can wait for it: the worker, which sees the end of the control pipe,
+    may ask for the end of a bubblewrap that is at it already, and the keeper must not take that for its own doing.
+    """
     try:
-        return int(json.loads(os.read(info_fd, 4096))["child-pid"])
-    except (BlockingIOError, ValueError, KeyError):
-        return 0
+        with open(f"/proc/{pid}/stat") as file:
+            flags = int(file.read().rpartition(")")[2].split()[6])
+    except (OSError, IndexError, ValueError):
+        return False
+    return flags & how == how
 
 
 def _tend(control: socket.socket | None, sandboxes: dict[str, _Sandbox]) -> None:

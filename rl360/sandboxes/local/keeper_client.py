@@ -129,6 +129,7 @@ class Keeper:
                                 "outer_oom_kills": 0,
                                 "signalled": False,
                                 "lost_first": False,
+                                "killed_first": False,
                                 "left": True,
                             }
                         )

@@ -397,7 +397,7 @@ def _interruption(event: dict[str, Any]) -> str:
         return "the process that kept it ended"
     if event["status"] < 0 and not event["signalled"]:
         return f"signal {-event['status']} from outside"
-    if event["lost_first"] and event["status"] == 128 + signal.SIGKILL:
+    if event["killed_first"] or (event["lost_first"] and event["status"] == 128 + signal.SIGKILL):
         return "its first process was killed from outside"
     return ""
 

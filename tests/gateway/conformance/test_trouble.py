@@ -68,7 +68,9 @@ async def test_an_interrupted_turn_goes_on_where_it_was(agent: type, tmp_path: P
     faults = [Fault("abort", keep=3), Fault("abort", keep=0)]
     script = turns(agent, "chatml")
     # An interrupted turn goes on with the next entry of the script: three parts make the first turn.
-    met = await meeting(agent, "chatml", tmp_path, ["one", "two", *script], faults=faults, instruction=INSTRUCTION)
+    met = await meeting(
+        agent, "chatml", tmp_path, ["one and more of it", "two", *script], faults=faults, instruction=INSTRUCTION
+    )
     assert met.error is None
     check_truth(met.session, met.samples)
     assert len(met.session.segments) == 1

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl360.config.schemas import MegatronTrainerConfig, RootConfig
+from rl360.config.schemas import MegatronTrainerConfig, RootConfig, SGLangConfig
+from rl360.gateway.ports import LAST_PORT
+from rl360.serving.ports import PORTS_PER_SERVER
 
 FP32_LOGITS_FLAG = "--enable-fp32-lm-head"  # of SGLang; rl360.serving.command passes it
 # Flags without which the run does not find its servers, or holds other weights for theirs: the last on a command line
@@ -28,6 +30,11 @@ _OURS = {
     "--weight-version": "",
 }
 _SECRET = "--api-key"
+
+
+def last_server_port(settings: SGLangConfig) -> int:
+    """Of the servers' own, which follow `base_port`."""
+    return settings.base_port + PORTS_PER_SERVER * settings.num_servers - 1
 
 
 def serving_problems(config: RootConfig) -> Iterator[str]:
@@ -60,15 +67,15 @@ def serving_problems(config: RootConfig) -> Iterator[str]:
             f"rollout.sglang.extra_args: {FP32_LOGITS_FLAG} with model.fp32_logits false: the engines would keep final "
             "logits in fp32 and the trainer would not; expected model.fp32_logits=true, which tells both"
         )
-    last_port = sglang.base_port + 2 * sglang.num_servers - 1
-    if sglang.base_port and last_port > 65535:
-        yield f"rollout.sglang.base_port: {sglang.base_port} for {sglang.num_servers} servers ends at {last_port}"
+    last = last_server_port(sglang)
+    if sglang.base_port and last > LAST_PORT:
+        yield f"rollout.sglang.base_port: {sglang.base_port} for {sglang.num_servers} servers ends at {last}"
     for key in ("port", "smg_port", "metrics_port"):
         port = getattr(config.gateway, key, 0)
-        if port and sglang.base_port and sglang.base_port <= port <= last_port:
+        if port and sglang.base_port and sglang.base_port <= port <= last:
             yield (
                 f"gateway.{key}: {port} is one of the servers' (rollout.sglang.base_port: {sglang.base_port} to "
-                f"{last_port}); expected another, or 0 to take any"
+                f"{last}); expected another, or 0 to take any"
             )
     if sglang.start_timeout_s >= config.cluster.no_progress_s:
         yield (

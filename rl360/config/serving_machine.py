@@ -7,21 +7,19 @@ neither model nor machine (serving).
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from rl360.config.forecast import RANK_BYTES, Forecast, ModelShape
 from rl360.config.forecast_sharing import ServingForecast, serving_forecast
 from rl360.config.forecast_trainer import trainer_gpus
 from rl360.config.schemas import MegatronTrainerConfig, RootConfig
+from rl360.config.serving import last_server_port
 from rl360.errors import ConfigError, InfrastructureError
-from rl360.serving.ports import PORTS_PER_SERVER, claim_ports
-
-LAST_PORT = 65535
+from rl360.gateway.ports import LAST_PORT
+from rl360.serving.command import program_path
+from rl360.serving.ports import claim_ports
 
 # What a forecast of a trainer on a CPU counts in the host's memory, and one on a GPU does not have there.
 _ON_THE_GPU = ("weights", "gradients", "adam", "activations", "logits_chunk", "reference")
@@ -63,11 +61,6 @@ def look_at_servers(
     return found
 
 
-def program_path() -> str:
-    """PATH of the servers: as in an activated environment, `python` is first the one that runs this."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-
-
 def command_problems(config: RootConfig) -> Iterator[str]:
     """A command of one's own that this machine does not have."""
     command = config.rollout.sglang.command
@@ -81,8 +74,7 @@ def command_problems(config: RootConfig) -> Iterator[str]:
 def port_problems(config: RootConfig) -> Iterator[str]:
     """Fixed ports of servers that somebody has, or another run for servers that do not listen yet."""
     settings = config.rollout.sglang
-    last = settings.base_port + PORTS_PER_SERVER * settings.num_servers - 1
-    if config.rollout.engine != "sglang" or not 0 < settings.base_port <= last <= LAST_PORT:
+    if config.rollout.engine != "sglang" or not 0 < settings.base_port <= last_server_port(settings) <= LAST_PORT:
         return
     try:
         claim_ports(settings.num_servers, settings.base_port, config.gateway.host).close()

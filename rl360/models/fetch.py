@@ -324,11 +324,10 @@ def folder_lock(folder: Path, waiting: Callable[[], None] = lambda: None) -> Ite
 @contextlib.contextmanager
 def staging_folder(folder: Path) -> Iterator[Path]:
     """An empty folder beside the target, so that a rename completes it. Those of killed fetches are removed first."""
-    for stale in folder.parent.glob(
-        f".{glob.escape(folder.name)}.staging-*"
-    ):  # the lock is held: nobody is writing them
+    prefix = f".{folder.name}.staging-"
+    for stale in folder.parent.glob(f"{glob.escape(prefix)}*"):  # the lock is held: nobody is writing them
         shutil.rmtree(stale)
-    staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.staging-"))
+    staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=prefix))
     staging.chmod(0o755)
     try:
         yield staging

@@ -73,6 +73,11 @@ class Launch:
     environment: Mapping[str, str]
 
 
+def program_path() -> str:
+    """PATH of the servers: as in an activated environment, `python` is first the one that runs this."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
 def server_context(max_context_tokens: int, model_path: Path) -> int:
     """The context that a server needs so that attempts may use all of `max_context_tokens`: a little more, where the
     model has as many positions (SGLang does not start with more than that)."""

@@ -21,9 +21,8 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from rl360.config.serving_machine import program_path
 from rl360.errors import InfrastructureError
-from rl360.serving.command import Launch
+from rl360.serving.command import Launch, program_path
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.train_step import QWEN3_8B, AloneOf, Case, CopiesForExchanges, derived, model_flops
+from benchmarks.train_step import QWEN3_8B, Case, derived, model_flops
+from benchmarks.train_step_ranks import AloneOf, CopiesForExchanges
 from rl360.models.decoder import DecoderConfig
 from rl360.models.megatron import attention
 from rl360.models.megatron.packed import PackedInputs, PackedTensors

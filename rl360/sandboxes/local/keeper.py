@@ -50,7 +50,7 @@ class _Sandbox:
     deadline: float | None
     info_fd: int  # bubblewrap has written there which process is the first one inside
     first: int = 0  # that process; 0: not read yet, or there was none
-    killed_first: bool = False  # it was dying of a signal before the keeper did anything
+    killed_first: bool = False  # it was dying of a signal before the keeper killed anything
     exhausted: str = ""
     asked: bool = False  # the keeper killed it
     signalled: bool = False  # it did so by bubblewrap's own process, and not by the first one inside
@@ -258,7 +258,7 @@ def _kill(sandbox: _Sandbox) -> None:
     Were they killed one by one in any order, a command could be dead while what reports its exit code, or goes on to
     the next line of a test script, still runs. Bubblewrap's own process ends by itself, after all of them.
     """
-    if _is_over(sandbox.pid) or _ends(sandbox.pid, _EXITING):
+    if _ends(sandbox.pid, _EXITING):
         return  # not by us
     if not sandbox.asked:
         sandbox.killed_first = _ends(_first_inside(sandbox), _EXITING | _SIGNALLED)
@@ -280,14 +280,6 @@ def _children(pid: int) -> set[int]:
             return {int(child) for child in file.read().split()}
     except OSError:
         return set()
-
-
-def _is_over(pid: int) -> bool:
-    """Whether a child has ended and was not reaped yet."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return True
 
 
 def _is_child(pid: int) -> bool:
@@ -317,9 +309,10 @@ def _reap(sandboxes: dict[str, _Sandbox]) -> None:
             os.close(sandbox.info_fd)
             # Bubblewrap reaps the first process only where that ended before its command; else it is left to us.
             lost_first = not sandbox.asked and first > 0 and first not in reaped and not _is_child(first)
+            status = reaped[sandbox.pid]
             sandbox.event = {
-                "status": reaped[sandbox.pid], "oom_kills": own, "outer_oom_kills": outer,
-                "signalled": sandbox.signalled, "lost_first": lost_first, "killed_first": sandbox.killed_first,
+                "status": status, "oom_kills": own, "outer_oom_kills": outer, "signalled": sandbox.signalled,
+                "killed_first": sandbox.killed_first or (lost_first and status == 128 + signal.SIGKILL),
             }  # fmt: skip
 
 

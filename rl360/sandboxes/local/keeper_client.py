@@ -128,7 +128,6 @@ class Keeper:
                                 "oom_kills": 0,
                                 "outer_oom_kills": 0,
                                 "signalled": False,
-                                "lost_first": False,
                                 "killed_first": False,
                                 "left": True,
                             }

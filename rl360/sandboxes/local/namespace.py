@@ -19,7 +19,6 @@ import math
 import os
 import secrets
 import shlex
-import signal
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -397,7 +396,7 @@ def _interruption(event: dict[str, Any]) -> str:
         return "the process that kept it ended"
     if event["status"] < 0 and not event["signalled"]:
         return f"signal {-event['status']} from outside"
-    if event["killed_first"] or (event["lost_first"] and event["status"] == 128 + signal.SIGKILL):
+    if event["killed_first"]:
         return "its first process was killed from outside"
     return ""
 

@@ -18,7 +18,7 @@ from harbor.agents.base import BaseAgent
 from harbor.agents.capabilities import AgentCapabilities
 
 from rl360.config.schemas import AgentConfig, SandboxConfig
-from rl360.rollout.failures import Action, classify
+from rl360.rollout.failures import INTERRUPTED, Action, classify
 from rl360.rollout.trial_worker import TrialWorker
 from rl360.sandboxes.local.environment import LocalSandbox
 from rl360.types import AttemptSpec, Sampling, Session, Task, TrialResult, Turn
@@ -149,7 +149,8 @@ def score(result: TrialResult) -> float | str:
     if verdict.action is Action.TRAIN:
         assert result.rewards is not None
         return result.rewards["reward"]
-    return f"{verdict.action}: {verdict.cause}: {result.exception_message}"
+    reason = result.agent_metadata.get(INTERRUPTED) or result.exception_message
+    return f"{verdict.action}: {verdict.cause}: {reason}"
 
 
 async def attack(

@@ -258,10 +258,11 @@ def _kill(sandbox: _Sandbox) -> None:
     Were they killed one by one in any order, a command could be dead while what reports its exit code, or goes on to
     the next line of a test script, still runs. Bubblewrap's own process ends by itself, after all of them.
     """
+    # Looked at before bubblewrap: where that ends (its shell saw the pipe closed), the kernel kills the first process.
+    killed_first = not sandbox.asked and _ends(_first_inside(sandbox), _EXITING | _SIGNALLED)
     if _ends(sandbox.pid, _EXITING):
         return  # not by us
-    if not sandbox.asked:
-        sandbox.killed_first = _ends(_first_inside(sandbox), _EXITING | _SIGNALLED)
+    sandbox.killed_first = sandbox.killed_first or killed_first
     pids = _children(sandbox.pid) or cgroups.processes(sandbox.cgroups) or {sandbox.pid}
     sandbox.asked = True
     sandbox.signalled = sandbox.signalled or sandbox.pid in pids

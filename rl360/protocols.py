@@ -97,7 +97,11 @@ class Rollout(Protocol):
 
 @runtime_checkable
 class Reward(Protocol):
-    """One signal. `scope` is "attempt" or "group"; a group reward gets every attempt of the group at once."""
+    """One signal. `scope` is "attempt" or "group"; a group reward gets every attempt of the group at once.
+
+    An attempt that ended before a verdict by its own doing is not asked about: it gets the attribute `without_verdict`
+    where a reward has it, else 0.
+    """
 
     name: str
     scope: str

@@ -7,25 +7,36 @@ other rewards.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 
 from rl360.types import Attempt, Score, Task
+
+log = logging.getLogger(__name__)
 
 NO_VERDICT = "no_verdict"  # no trial, no rewards, or no entry for the key
 BAD_VERDICT = "bad_verdict"  # an entry that is not a finite number
 
 
 class VerifierReward:
-    """`key` names the entry of the verifier's rewards; success is raw >= success_at."""
+    """`key` names the entry of the verifier's rewards; success is raw >= success_at.
+
+    `without_verdict` is the shaped score of an attempt that did itself out of a verdict (it used up its sandbox, say).
+    It must not be above the lowest verdict, or the policy learns to end that way: each new lowest is warned of.
+    """
 
     scope = "attempt"
     required = True
 
-    def __init__(self, name: str, key: str = "reward", success_at: float = 1.0):
+    def __init__(self, name: str, key: str = "reward", success_at: float = 1.0, without_verdict: float = 0.0):
+        if not math.isfinite(without_verdict):
+            raise ValueError(f"reward.{name}.without_verdict: {without_verdict}; expected a finite number")
         self.name = name
         self.key = key
         self.success_at = success_at
+        self.without_verdict = without_verdict
+        self._lowest = without_verdict
 
     async def score(self, task: Task, attempts: Sequence[Attempt], deadline_s: float) -> Sequence[Score]:
         """One Score per attempt, in order. Reads records only, so the deadline is of no use here."""
@@ -42,6 +53,13 @@ class VerifierReward:
         if not isinstance(value, int | float) or not math.isfinite(value):
             return _invalid(BAD_VERDICT)
         raw = float(value)
+        if raw < self._lowest:
+            self._lowest = raw
+            log.warning(
+                "reward %s: a verdict of %g, which is less than the %g of an attempt that uses up its sandbox; set "
+                "reward.%s.without_verdict to the lowest that the tests give, or the policy learns to end that way",
+                self.name, raw, self.without_verdict, self.name,
+            )  # fmt: skip
         return Score(raw=raw, shaped=raw, success=raw >= self.success_at)
 
     def _entry(self, rewards: Mapping[str, object]) -> object:

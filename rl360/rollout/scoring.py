@@ -28,11 +28,13 @@ REWARD_DEADLINE_S = 60.0  # one reward over one group; rewards here read what th
 async def score_attempt(rewards: Mapping[str, Reward], attempt: Attempt, *, zero: bool = False) -> Attempt:
     """Rewards of one attempt in config order; each sees the scores before it.
 
-    `zero`: the policy ended it before a verdict. Every reward is then 0, and those that are required say no success.
+    `zero`: the policy ended it before a verdict. Every reward is then 0, or what its `without_verdict` says, and those
+    that are required say no success.
     """
     for name, reward in rewards.items():
         if zero:
-            attempt = _with(attempt, name, Score(raw=None, shaped=0.0, success=False if reward.required else None))
+            shaped = getattr(reward, "without_verdict", 0.0)
+            attempt = _with(attempt, name, Score(raw=None, shaped=shaped, success=False if reward.required else None))
         elif reward.scope == "attempt":
             (score,) = await _scores(name, reward, attempt.spec.task, [attempt])
             attempt = _with(attempt, name, score)

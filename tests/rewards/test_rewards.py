@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rl360.protocols import Reward
 from rl360.rewards.format_penalty import FormatPenalty
 from rl360.rewards.verifier import VerifierReward
+from rl360.rollout.scoring import score_attempt
 from rl360.types import Attempt, AttemptSpec, Sampling, Score, Stop, Task, Timings, TrialResult
 
 TASK = Task(task_id="t", path=Path("t"), tags=("coding",), content_hash="0")
@@ -73,6 +74,22 @@ def both() -> tuple[VerifierReward, FormatPenalty]:
 async def test_the_verifiers_verdict(rewards: object, expected: Score) -> None:
     (score,) = await VerifierReward("verifier").score(TASK, [attempt(rewards)], deadline_s=1.0)
     assert score == expected
+
+
+async def test_ending_before_a_verdict_never_pays_more_than_a_wrong_answer(caplog: pytest.LogCaptureFixture) -> None:
+    reward = VerifierReward("tests", without_verdict=-0.5)
+    verdicts = [attempt({"reward": r}) for r in (1.0, -0.5, -1.0, -0.75, -1.0)]
+    await reward.score(TASK, verdicts, deadline_s=1.0)
+    assert [r.message.split(",")[0] for r in caplog.records] == ["reward tests: a verdict of -1"]
+    assert "set reward.tests.without_verdict to" in caplog.text
+    ended = await score_attempt(
+        {"tests": reward, "form": FormatPenalty("form", verifier="tests")}, attempt(), zero=True
+    )
+    assert ended.scores["tests"] == Score(raw=None, shaped=-0.5, success=False)
+    assert ended.scores["form"] == Score(raw=None, shaped=0.0)
+    assert (ended.reward, ended.success, ended.valid) == (-0.5, False, True)
+    with pytest.raises(ValueError, match=r"reward.tests.without_verdict: nan; expected a finite number"):
+        VerifierReward("tests", without_verdict=math.nan)
 
 
 async def test_another_key_and_another_bar() -> None:

@@ -71,7 +71,7 @@ class TrainingLoop:
         """Train until `iterations`. Raises Interrupted when asked to stop, after leaving a run that can be resumed."""
         self.submitted = self.state.iteration
         if self.mismatch.canary:
-            self.mismatch.begin(self.sync.fingerprint())
+            self.mismatch.begin(self.sync.fingerprint(), self.state.canary)
         try:
             self.evaluate_if_due()
             while self.state.iteration < self.settings.iterations:
@@ -118,6 +118,7 @@ class TrainingLoop:
             iteration=iteration + 1,
             version=update.version,
             task_position=(iteration + 1) * self.settings.tasks_per_iteration,
+            canary=self.mismatch.baseline(),
         )
         self.watchdog.progress()
         self.mismatch.raise_alarm()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rl360.errors import MismatchAlarm
 
@@ -41,12 +42,28 @@ class MismatchWatch:
     stop: bool = False
     _told: float = 0.0
     _differences: list[float] = field(default_factory=list)
+    _steps: int = 0  # of a canary, measured ones; after a resume more than `_differences` holds
     _fingerprint: str | None = None
     _pending: str | None = None
 
-    def begin(self, fingerprint: str | None) -> None:
-        """The weights that engines hold before the first step."""
-        self._fingerprint = fingerprint
+    def begin(self, fingerprint: str | None, before: Mapping[str, Any] | None = None) -> None:
+        """The weights that engines hold before the first step. `before`: what `baseline` said when the run was left.
+
+        Raises MismatchAlarm when a resumed canary does not get back the weights that it was left with.
+        """
+        if before is not None:
+            self._differences = [float(value) for value in before["differences"]]
+            self._fingerprint = before["weights"]
+            self._steps = int(before["steps"])
+        if (changed := self._changed(fingerprint)) is not None:
+            raise MismatchAlarm(f"{changed}: the run was left with others than it was resumed with")
+
+    def baseline(self) -> dict[str, Any] | None:
+        """What a resume needs to go on with the comparison, JSON-able; None where the run is no canary."""
+        if not self.canary:
+            return None
+        rows = self._differences[:BASELINE_ROWS]
+        return {"differences": rows, "weights": self._fingerprint, "steps": self._steps}
 
     def look(self, metrics: Mapping[str, float], fingerprint: str | None = None) -> dict[str, float]:
         """Scalars to log beside these. What is wrong is logged at once; `raise_alarm` comes after the row is written.
@@ -94,7 +111,7 @@ class MismatchWatch:
         first, last = self._differences[0], self._differences[-1]
         weights = "weights not compared" if self._fingerprint is None else "weights unchanged"
         return (
-            f"canary: {len(self._differences)} steps at learning rate 0, {weights}; mean difference {first:.3g} nats "
+            f"canary: {self._steps} steps at learning rate 0, {weights}; mean difference {first:.3g} nats "
             f"at first, {last:.3g} at last, growth {self._growth():.2f} (limit {self.canary_growth:g})"
         )
 
@@ -111,6 +128,7 @@ class MismatchWatch:
 
     def _drift(self, difference: float) -> str | None:
         self._differences.append(difference)
+        self._steps += 1
         if len(self._differences) <= BASELINE_ROWS or self._growth() <= self.canary_growth:
             return None
         return (

@@ -55,6 +55,7 @@ class RunState:
     best_success_rate: float | None = None  # of the evaluations so far
     best_iteration: int | None = None
     last_evaluated: int | None = None  # iteration whose evaluation is complete; one that was cut is made again
+    canary: Mapping[str, Any] | None = None  # of a run at learning rate 0: what its mismatch is compared with
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,12 @@ canary run stays flat."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 
 import pytest
 
 from tests.e2e.test_run_fleet import arguments, environment
-from tests.e2e.test_run_tiny import ROOT, RUN_TIMEOUT_S, command, metrics
+from tests.e2e.test_run_tiny import ROOT, RUN_TIMEOUT_S, command, metrics, resume_command
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.slow]
 
@@ -50,13 +49,16 @@ def test_an_engine_that_is_wrong_trips_the_alarm(kind, wrong_from, tiny_llama_di
 
 @pytest.mark.parametrize("engine", ["embedded", "sglang"])
 def test_a_canary_run_stays_flat(engine, tiny_llama_dir, tmp_path):
+    """Also over a resume, which gets back the weights that the run was left with."""
     out = tmp_path / "run"
-    more = ("iterations=5", "trainer.learning_rate=0", "algorithm.filter=none", *ALARM)
-    if engine == "embedded":
-        done = run(command(tiny_llama_dir, out, *more), {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    else:
-        done = run(arguments(tiny_llama_dir, out, "ipc", *more), environment(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
+    more = ("iterations=3", "trainer.learning_rate=0", "algorithm.filter=none", *ALARM)
+    first = {
+        "embedded": command(tiny_llama_dir, out, *more),
+        "sglang": arguments(tiny_llama_dir, out, "ipc", *more),
+    }[engine]
+    for words in (first, resume_command(out, "iterations=5")):
+        done = run(words, environment(tmp_path))
+        assert done.returncode == 0, done.stdout + done.stderr
     assert all(row["mismatch/canary_growth"] <= 1.5 for row in metrics(out))
     text = (out / "logs" / "driver.log").read_text()
     assert "canary: 5 steps at learning rate 0, weights unchanged" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -95,6 +96,25 @@ def test_weights_that_change_at_learning_rate_0_always_end_the_run():
     watch.look(row(), "bbbb")
     with pytest.raises(MismatchAlarm, match="weights changed at learning rate 0"):
         watch.raise_alarm()
+
+
+def test_a_resumed_canary_goes_on_where_it_was_left():
+    watch = MismatchWatch(canary=True, stop=True)
+    watch.begin("aaaa")
+    for difference in (0.010, 0.012, 0.008, 0.011):
+        watch.look(row(difference=difference), "aaaa")
+    left = json.loads(json.dumps(watch.baseline()))
+    resumed = MismatchWatch(canary=True, stop=True)
+    resumed.begin("aaaa", left)
+    found = resumed.look(row(difference=0.030), "aaaa")  # (0.012 + 0.008 + 0.030) / 0.030
+    assert found["mismatch/canary_growth"] == pytest.approx(0.050 / 0.030, rel=1e-2)
+    with pytest.raises(MismatchAlarm, match=r"the canary drifts.*1\.67 times"):
+        resumed.raise_alarm()
+    with pytest.raises(MismatchAlarm, match=r"hash aaaa, now bbbb.*left with others than it was resumed with"):
+        MismatchWatch(canary=True).begin("bbbb", left)
+    MismatchWatch(canary=True).begin(None, left)
+    assert "5 steps at learning rate 0, weights unchanged; mean difference 0.01 nats at first" in resumed.summary()
+    assert MismatchWatch().baseline() is None
 
 
 def test_hashes_that_nobody_has_are_said_to_be_missing():

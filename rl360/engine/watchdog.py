@@ -14,15 +14,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 log = logging.getLogger(__name__)
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: resuming may help
 CALLBACK_S = 10.0  # for describe(), on_stall() and kill_children() each: they may need what is stuck
 BACKSTOP_FACTOR = 1.5  # of no_progress_s; then the interpreter itself is stuck
+BACKSTOP_CALLBACKS = 8  # times CALLBACK_S besides: all that is tried before the end
+STDERR = 2  # its descriptor: sys.stderr may be anything
 
 
 class Watchdog:
@@ -106,45 +108,57 @@ class Watchdog:
                 self._paused -= 1
                 self._moved_at = time.monotonic()
 
-    # ---- the watchdog's own thread
+    # ---- the watchdog's own thread: nothing that fails or hangs here may keep the end from coming
 
     def _watch(self) -> None:
         tick_s = min(1.0, self._no_progress_s / 10)
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._log_path, "a", encoding="utf-8") as file:
+        with ExitStack() as stack:
+            file: TextIO | int = STDERR
             try:
-                while not self._closed.wait(tick_s):
-                    # A thread stuck in C code with the interpreter lock stops this one too. The C timer behind it does
-                    # not need the lock; it is set anew at each tick, so it fires only when ticks have ended.
+                self._log_path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(open(self._log_path, "a", encoding="utf-8"))
+            except OSError as error:
+                log.warning("watchdog: %s; stacks would go to standard error", error)
+            stack.callback(faulthandler.cancel_dump_traceback_later)
+            while not self._closed.wait(tick_s):
+                # A thread stuck in C code with the interpreter lock stops this one too. The C timer behind it does not
+                # need the lock; it is set anew at each tick, so it fires only when ticks have ended.
+                with suppress(RuntimeError):  # no thread can be started just now
                     faulthandler.dump_traceback_later(
-                        self._no_progress_s * BACKSTOP_FACTOR + 4 * CALLBACK_S, exit=True, file=file
+                        self._no_progress_s * BACKSTOP_FACTOR + BACKSTOP_CALLBACKS * CALLBACK_S, exit=True, file=file
                     )
-                    with self._lock:
-                        stage = " > ".join(self._stages) or "between stages"
-                        still_s = 0.0 if self._paused else time.monotonic() - self._moved_at
-                    if still_s > self._no_progress_s:
+                with self._lock:
+                    stage = " > ".join(self._stages) or "between stages"
+                    still_s = 0.0 if self._paused else time.monotonic() - self._moved_at
+                if still_s > self._no_progress_s:
+                    try:
                         self._stall(stage, still_s, file)
-                        return
-            finally:
-                faulthandler.cancel_dump_traceback_later()
+                    finally:
+                        self._end(EXIT_CODE)
+                    return
 
-    def _stall(self, stage: str, still_s: float, file: Any) -> None:
+    def _stall(self, stage: str, still_s: float, file: TextIO | int) -> None:
         waits_for = _within(CALLBACK_S, self._describe) or "no answer to whom it waits for"
         message = (
             f"no progress for {still_s:.0f} s (limit {self._no_progress_s:g} s) in stage {stage}; "
             f"waiting for: {waits_for}; stacks in {self._log_path}"
         )
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
-        file.flush()
-        faulthandler.dump_traceback(file=file, all_threads=True)
-        file.flush()
-        log.error(message)
-        print(f"rl360: {message}", file=sys.stderr, flush=True)
+
+        def write_down() -> bool:
+            if isinstance(file, int):
+                return False
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+            file.flush()
+            return True
+
+        # A full disk, a terminal that is gone, a pipe that nobody reads: each can be what the run hangs in.
+        stacks_to = file if _within(CALLBACK_S, write_down) else STDERR
+        _within(CALLBACK_S, lambda: faulthandler.dump_traceback(file=stacks_to, all_threads=True))
+        _within(CALLBACK_S, lambda: print(f"rl360: {message}", file=sys.stderr, flush=True))
+        _within(CALLBACK_S, lambda: log.error(message))
         _within(CALLBACK_S, lambda: self._on_stall(message))
         _within(CALLBACK_S, self._kill_children)
-        # Buffers of a stuck stream could hold us up as well.
         _within(CALLBACK_S, sys.stdout.flush)
-        self._end(EXIT_CODE)
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
@@ -158,6 +172,7 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
             log.exception("watchdog: a callback failed")
 
     thread = threading.Thread(target=run, name="watchdog-callback", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    with suppress(RuntimeError):  # no thread can be started
+        thread.start()
+        thread.join(seconds)
     return result[0] if result else None

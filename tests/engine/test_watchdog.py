@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -117,6 +118,55 @@ def test_a_stalled_process_ends_with_75(tmp_path, stall):
     assert "no progress for" in done.stderr
     assert "stage train; waiting for: engine 1" in done.stderr
     assert 'File "<string>"' in (tmp_path / "watchdog.log").read_text()
+
+
+def leave_no_room(folder: Path) -> str:
+    (folder / "watchdog.log").symlink_to("/dev/full")
+    return ""
+
+
+def leave_no_folder(folder: Path) -> str:
+    (folder / "logs").write_text("a file")
+    return "sys.argv[1] += '/logs'"
+
+
+def close_the_terminal(folder: Path) -> str:
+    return "import os; r, w = os.pipe(); os.close(r); os.dup2(w, 2)"
+
+
+def stop_reading_the_terminal(folder: Path) -> str:
+    return "import os, fcntl; r, w = os.pipe(); os.write(w, bytes(fcntl.fcntl(w, 1032))); os.dup2(w, 2)"  # F_GETPIPE_SZ
+
+
+def allow_no_thread(folder: Path) -> str:
+    return (
+        "import threading; real = threading.Thread.start\n"
+        "def start(self):\n"
+        "    if self.name != 'watchdog': raise RuntimeError(\"can't start new thread\")\n"
+        "    real(self)\n"
+        "threading.Thread.start = start"
+    )
+
+
+@pytest.mark.parametrize(
+    "trouble", [leave_no_room, leave_no_folder, close_the_terminal, stop_reading_the_terminal, allow_no_thread]
+)
+def test_what_a_run_hangs_in_does_not_keep_the_end_from_coming(tmp_path, trouble):
+    """Each of these once ended the watchdog's own thread, and the run stood still for good."""
+    code = (
+        f"import sys, time\n{trouble(tmp_path)}\n"
+        "import rl360.engine.watchdog as module\nmodule.CALLBACK_S = 1.0\nfrom pathlib import Path\n"
+        "with module.Watchdog(0.5, lambda: 'engine 1', log_dir=Path(sys.argv[1])) as dog, dog.stage('train'):\n"
+        "    time.sleep(600)\n"
+    )
+    env = {"PYTHONPATH": ":".join(sys.path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == EXIT_CODE, done.stderr
+    if trouble in (leave_no_room, leave_no_folder):
+        assert "stage train; waiting for: engine 1" in done.stderr
+        assert 'File "<string>"' in done.stderr  # the stacks that had no other place
 
 
 STUCK_IN_C = """

@@ -10,6 +10,7 @@ The verifier runs in a sandbox of its own (verification.py).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -147,6 +148,7 @@ class TrialWorker:
         recorded: list[_Failure] = []
         try:
             async with asyncio.timeout(self._trial_timeout_s):
+                await asyncio.to_thread(_remove, trial_dir)  # an earlier try of that name left an answer there
                 trial = await self._tasks.create(self._config(spec, base_url, name))
                 from rl360.rollout.agent_watch import AgentWatch
                 from rl360.rollout.verification import isolate
@@ -199,6 +201,11 @@ class TrialWorker:
             environment=EnvironmentConfig(import_path=self._sandbox["import_path"], kwargs=sandbox_kwargs),
             verifier=VerifierConfig(max_timeout_sec=self._sandbox.get("verifier_timeout_s")),
         )
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
 
 
 def _remember_failures(trial: Trial) -> list[_Failure]:

@@ -488,6 +488,17 @@ def make_separate_task(folder: Path) -> Task:
     return task
 
 
+async def test_what_an_earlier_try_of_that_name_left_is_not_judged(
+    make_worker: MakeWorker, model: Any, tmp_path: Path
+) -> None:
+    """A calibration that was killed or is begun again numbers its tries as before. Harbor adds to a trial's folder."""
+    task = make_separate_task(tmp_path / "t")
+    worker = await make_worker(keep_trial_dirs=True)
+    assert (await worker.run(spec(task), model.url)).rewards == {"reward": 1.0}
+    model.reply = "no code at all"
+    assert (await worker.run(spec(task), model.url)).rewards == {"reward": 0.0}
+
+
 async def test_an_artifact_for_which_there_was_no_room_is_no_missing_answer(
     make_worker: MakeWorker, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,6 +45,7 @@ from rl360.types import (
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 10.0  # for open trials to clean up their sandboxes when the queue closes
+ANSWER_S = 5.0  # more for the queue's thread to say so; a user's reward can block it
 GATEWAY_GRACE_S = 90.0  # for the gateway, whose parts have limits of their own: SMG's is gateway.stop_timeout_s
 DISCARD_TRIES = 3  # a proxy that stood still takes its time, and may have opened the session after all
 REQUEUE_PAUSE_S = 0.25  # before the second try, doubled before each later one: what failed may be on its way back
@@ -163,10 +164,13 @@ class QueueRollout:
         """Cancel what is open; return the tries that had begun and did not finish."""
         with self._lock:
             self._draining = True
-            begun = list(self._open_tries.values())
         if self._thread.is_alive():
-            self._in_loop(self._cancel_all()).result(STOP_GRACE_S + 5.0)
-        return begun
+            try:
+                return self._in_loop(self._cancel_all()).result(STOP_GRACE_S + ANSWER_S)
+            except TimeoutError:
+                log.warning("the rollout's thread does not end its attempts: it has not answered for a while")
+        with self._lock:
+            return list(self._open_tries.values())
 
     def state(self) -> Mapping[str, Any]:
         """Finished attempts that no `next` has returned yet. The journal holds the same on disk."""
@@ -207,7 +211,7 @@ class QueueRollout:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    def _in_loop(self, coroutine: Any) -> Future[Any]:
+    def _in_loop[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _start(self) -> None:
@@ -248,12 +252,16 @@ class QueueRollout:
             self._failure = self._failure or error
             self._lock.notify_all()
 
-    async def _cancel_all(self) -> None:
+    async def _cancel_all(self) -> list[AttemptSpec]:
+        """The tries that are open. Looked at here, where none can end or be requeued before it is cancelled."""
+        with self._lock:
+            begun = list(self._open_tries.values())
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_GRACE_S)
+        return begun
 
     async def _run_attempt(self, group: _OpenGroup, spec: AttemptSpec) -> None:
         """Run tries of one attempt until one is final, then hand it to its group."""
@@ -302,27 +310,30 @@ class QueueRollout:
             self._lock.notify_all()
 
     async def _run_try(self, spec: AttemptSpec, queued_at: float) -> tuple[Attempt, Verdict]:
-        began = time.monotonic()
         self._events.started(spec)
         with self._lock:
             self._open_tries[spec.try_id] = spec
-        session: Session | None = None
         try:
-            try:
-                url = await self._gateway.open(spec)
-                trial = await self._run_trial(spec, url)
-                session = await self._gateway.close_session(spec.try_id)
-                verdict = classify(trial, session, self._agent_timeout_s)
-            except InfrastructureError as error:
-                trial = _lost_trial(spec, error)
-                verdict = classify_cause(error.cause)
-                await self._discard(spec)
-            except asyncio.CancelledError:
-                await asyncio.shield(self._discard(spec))
-                raise
-        finally:
+            return await self._make_try(spec, queued_at)
+        finally:  # the caller says what became of it before anything else runs in this thread
             with self._lock:
                 self._open_tries.pop(spec.try_id, None)
+
+    async def _make_try(self, spec: AttemptSpec, queued_at: float) -> tuple[Attempt, Verdict]:
+        began = time.monotonic()
+        session: Session | None = None
+        try:
+            url = await self._gateway.open(spec)
+            trial = await self._run_trial(spec, url)
+            session = await self._gateway.close_session(spec.try_id)
+            verdict = classify(trial, session, self._agent_timeout_s)
+        except InfrastructureError as error:
+            trial = _lost_trial(spec, error)
+            verdict = classify_cause(error.cause)
+            await self._discard(spec)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._discard(spec))
+            raise
         timings = replace(
             trial.timings,
             queue_s=began - queued_at,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -358,6 +360,65 @@ def test_drain_names_what_was_open_and_discards_its_sessions(make_queue):
     assert begun == {a.try_id for a in make_group(2).attempts}
     assert set(gateway.discarded) <= begun
     assert gateway.open_sessions == set()
+
+
+def test_drain_does_not_name_a_try_that_is_requeued_meanwhile(make_queue, monkeypatch):
+    """Two outcomes of one try are an error of the ledger: a stop would end there, before its checkpoint."""
+    ended = threading.Event()
+
+    async def dies_at_the_stop():
+        await asyncio.to_thread(ended.wait, 20)
+        return None, "SandboxDied"
+
+    queue, _, _, recorder = make_queue(lambda spec: dies_at_the_stop())
+    in_loop = queue._in_loop
+
+    def late(coroutine):
+        ended.set()
+        while not recorder.requeued:
+            time.sleep(0.001)
+        return in_loop(coroutine)
+
+    queue.submit(make_group(1))
+    while not recorder.started:
+        time.sleep(0.001)
+    with monkeypatch.context() as patch:
+        patch.setattr(queue, "_in_loop", late)
+        begun = [spec.try_id for spec in queue.drain()]
+    assert set(recorder.started) == {*begun, *(try_id for try_id, _ in recorder.requeued)}
+    assert len(recorder.started) == len(begun) + len(recorder.requeued)
+
+
+def test_drain_names_a_try_that_waits_for_its_score(make_queue):
+    asked = threading.Event()
+
+    class Slow(MemoryReward):
+        async def score(self, task, attempts, deadline_s):
+            asked.set()
+            await asyncio.sleep(60)
+
+    queue, _, _, recorder = make_queue(lambda spec: ({"reward": 1.0}, None), rewards={"verifier": Slow()})
+    queue.submit(make_group(1))
+    assert asked.wait(20)
+    assert [spec.try_id for spec in queue.drain()] == recorder.started
+    assert recorder.finished == []
+
+
+def test_a_stop_goes_on_when_something_blocks_the_queues_thread(make_queue, monkeypatch):
+    async def hang():
+        await asyncio.sleep(60)
+
+    queue, _, _, recorder = make_queue(lambda spec: hang())
+    queue.submit(make_group(1))
+    while not recorder.started:
+        time.sleep(0.001)
+    release = threading.Event()
+    queue._loop.call_soon_threadsafe(release.wait, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr("rl360.rollout.queue.ANSWER_S", 0.05)
+        patch.setattr("rl360.rollout.queue.STOP_GRACE_S", 0.05)
+        assert [spec.try_id for spec in queue.drain()] == recorder.started
+    release.set()
 
 
 def test_a_session_that_a_standing_proxy_opened_late_is_discarded(make_queue):

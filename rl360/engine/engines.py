@@ -211,6 +211,15 @@ def own_gpus(config: RootConfig) -> bool:
     return not set(taken) & set(used)
 
 
+def serving_gpus(config: RootConfig) -> int:
+    """GPUs that serve and do not train. Of servers that the run does not start nobody says what they have: 0."""
+    settings = config.rollout.sglang
+    if config.rollout.engine != "sglang" or settings.colocated:
+        return 0
+    used = server_devices(config)[: settings.num_servers * settings.tensor_parallel_size]
+    return len(set(used) - set(every_device()[: _num_trainer_gpus(config)]))
+
+
 def _num_trainer_gpus(config: RootConfig) -> int:
     """It takes the first ones that this process may see."""
     if isinstance(config.trainer, MegatronTrainerConfig):

@@ -45,6 +45,7 @@ class LoopSettings:
     evaluate_at_start: bool
     checkpoint_every: int  # 0: none between the first iteration and the last
     checkpoint_at_end: bool = True  # after the last iteration
+    serving_gpus: int = 0  # that the trainer does not know of: those that only serve
 
 
 @dataclass(slots=True)
@@ -110,7 +111,7 @@ class TrainingLoop:
             "time/step_s": time.monotonic() - began,
             "time/cpu_s": process_tree_cpu_s() - cpu_began,
         }
-        metrics.update(throughput(metrics, groups))
+        metrics.update(throughput(metrics, groups, self.settings.serving_gpus))
         metrics.update(self.mismatch.look(metrics, self.sync.fingerprint() if self.mismatch.canary else None))
         self.record.metrics(iteration, metrics, groups)
         self.state = replace(
@@ -316,11 +317,13 @@ class TrainingLoop:
         return every > 0 and self.state.iteration % every == 0
 
 
-def throughput(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
-    """Sampled tokens a second of the whole step, and valid attempts an hour and GPU where the trainer counts GPUs."""
+def throughput(metrics: Mapping[str, float], groups: Sequence[Group], serving_gpus: int = 0) -> dict[str, float]:
+    """Sampled tokens a second of the whole step; where the trainer counts its GPUs, all of the run's, and valid
+    attempts an hour and GPU."""
     step_s = max(metrics["time/step_s"], 1e-9)
     attempts = [a for g in groups for a in g.attempts]
     found = {"perf/tokens_per_s": sum(a.num_sampled_tokens for a in attempts) / step_s}
-    if gpus := metrics.get("perf/gpus", 0.0):
-        found["perf/trajectories_per_gpu_hour"] = sum(a.valid for a in attempts) * 3600.0 / step_s / gpus
+    if training_gpus := metrics.get("perf/gpus", 0.0):
+        found["perf/gpus"] = training_gpus + serving_gpus
+        found["perf/trajectories_per_gpu_hour"] = sum(a.valid for a in attempts) * 3600.0 / step_s / found["perf/gpus"]
     return found

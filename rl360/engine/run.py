@@ -186,6 +186,8 @@ def _starting_state(store: CheckpointStore, checkpoint: Checkpoint | None, curso
 
 
 def _settings(config: RootConfig) -> LoopSettings:
+    from rl360.engine.engines import serving_gpus
+
     return LoopSettings(
         seed=config.seed,
         iterations=config.iterations,
@@ -198,6 +200,7 @@ def _settings(config: RootConfig) -> LoopSettings:
         evaluate_at_start=config.evaluation.at_start,
         checkpoint_every=config.checkpoint.every,
         checkpoint_at_end=config.checkpoint.at_end,
+        serving_gpus=serving_gpus(config),
     )
 
 

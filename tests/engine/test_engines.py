@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl360.config.schemas import MegatronTrainerConfig, RootConfig, TorchTrainerConfig
-from rl360.engine.engines import own_gpus, require_methods, server_devices
+from rl360.engine.engines import own_gpus, require_methods, server_devices, serving_gpus
 from rl360.errors import CheckpointError, ConfigError
 from rl360.trainers.megatron.trainer import MegatronTrainer
 from rl360.trainers.torch_trainer import TorchTrainer
@@ -57,6 +57,25 @@ def test_no_group_spans_a_gpu_twice(monkeypatch):
 def test_megatron_ranks_share_with_nobody(monkeypatch):
     with pytest.raises(ConfigError, match=r"takes 2 of 3 GPUs, and 2 are needed.*colocated"):
         server_devices(config("0,1,2", monkeypatch, 2, num_servers=2))
+
+
+@pytest.mark.parametrize(
+    ("visible", "megatron_gpus", "sglang", "expected"),
+    [
+        ("0,1,2,3,4,5,6,7", 2, {"num_servers": 2, "tensor_parallel_size": 2}, 4),  # two are left idle
+        ("0,1,2,3", 4, {"num_servers": 4, "colocated": True}, 0),
+        ("0", 0, {}, 0),  # shared with the torch trainer
+        ("0,1", 0, {}, 1),
+        ("0,1,2", 2, {"devices": [1, 2], "num_servers": 2}, 1),  # one of them trains, too
+        ("", 8, {}, 0),
+    ],
+)
+def test_gpus_that_only_serve(visible, megatron_gpus, sglang, expected, monkeypatch):
+    made = config(visible, monkeypatch, megatron_gpus, **sglang)
+    made.rollout.engine = "sglang"
+    assert serving_gpus(made) == expected
+    made.rollout.engine = "external"
+    assert serving_gpus(made) == 0
 
 
 class HandsOver:

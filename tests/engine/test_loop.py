@@ -9,7 +9,7 @@ import pytest
 
 from rl360.algorithms.grpo import GRPO
 from rl360.engine.evaluation import summarize
-from rl360.engine.loop import LoopSettings, TrainingLoop
+from rl360.engine.loop import LoopSettings, TrainingLoop, throughput
 from rl360.engine.state import RunState
 from rl360.errors import EngineError, TooManyFailures
 from rl360.types import Group, GroupSpec, OutcomeKind, Sampling, Stop, Update
@@ -198,3 +198,15 @@ def test_null_context_is_a_hold_too():
 
     loop.sync, loop.trainer = Sync(), Trainer()
     assert loop.train([group(0.0, 1.0)]).metrics["train/loss"] == 0.5
+
+
+def test_throughput_is_that_of_every_gpu_of_the_run():
+    """Two GPUs train and six serve: four valid attempts in half an hour are one an hour and GPU."""
+    groups = [group(0.0, 1.0, None), group(1.0, 1.0)]
+    tokens = sum(a.num_sampled_tokens for g in groups for a in g.attempts)
+    found = throughput({"time/step_s": 1800.0, "perf/gpus": 2.0}, groups, serving_gpus=6)
+    assert found == {"perf/tokens_per_s": tokens / 1800.0, "perf/gpus": 8.0, "perf/trajectories_per_gpu_hour": 1.0}
+    assert found.keys() - throughput({"time/step_s": 1800.0}, groups, serving_gpus=6).keys() == {
+        "perf/gpus",
+        "perf/trajectories_per_gpu_hour",
+    }

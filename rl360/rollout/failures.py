@@ -387,6 +387,12 @@ def _failed_elsewhere(trial: TrialResult) -> bool:
     return row is not None and not row.agents and row.cause.startswith(_ELSEWHERE)
 
 
+def is_under_it(name: str) -> bool:
+    """Whether a failure of this name is neither the policy's nor the task's: another try may not meet it."""
+    row = _row(name)
+    return row.policy is None and row.action is Action.REQUEUE
+
+
 def _row(name: str) -> Row:
     return EXCEPTIONS.get(name, Row(Action.REQUEUE, f"unclassified_{name}"))
 

@@ -10,6 +10,7 @@ says.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,21 +18,30 @@ if TYPE_CHECKING:
     from harbor.models.trial.result import StepResult
     from harbor.trial.trial import Trial
 
-_PHASES = ("_run_agent_phase", "_run_separate_verifier")  # of a step; tests in the agent's sandbox are refused
+OUT_OF_TIME = "the trial's time was up while its agent worked"  # the message of such a failure
+_AGENT, _TESTS = "_run_agent_phase", "_run_separate_verifier"  # of a step; tests in the agent's sandbox are refused
+
+
+class AgentTimeoutError(TimeoutError):
+    """Harbor's name and meaning, for what no timer of Harbor's sees: each step has one, and all steps one trial."""
 
 
 def watch_steps(trial: Trial, remember: Callable[[BaseException], None]) -> None:
     """Tell `remember` what the phases of a trial's steps raise. Of a trial of one step, Harbor tells."""
     if not trial.task.has_steps:
         return
-    for name in _PHASES:
-        setattr(trial, name, _watched(getattr(trial, name), remember))
+    for name in (_AGENT, _TESTS):
+        setattr(trial, name, _watched(getattr(trial, name), remember, name == _AGENT))
 
 
-def _watched(phase: Callable[..., Any], remember: Callable[[BaseException], None]) -> Callable[..., Any]:
+def _watched(phase: Callable[..., Any], remember: Callable[[BaseException], None], agents: bool) -> Callable[..., Any]:
     async def watched(*args: Any, **kwargs: Any) -> Any:
         try:
             return await phase(*args, **kwargs)
+        except asyncio.CancelledError:  # Harbor's timer is inside
+            if agents:
+                remember(AgentTimeoutError(OUT_OF_TIME))
+            raise
         except Exception as error:
             remember(error)
             raise

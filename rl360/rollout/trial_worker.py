@@ -18,11 +18,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rl360.rollout.failures import AGENT_ERROR, HOSTS_FAILURE, INTERRUPTED, LATER_FAILURE, OFFLINE, STOOD_STILL
 from rl360.rollout.standstill import Standstill
-from rl360.rollout.steps import all_judged, metadata_of
+from rl360.rollout.steps import OUT_OF_TIME, all_judged, metadata_of
+from rl360.rollout.trial_failures import Failure, deciding, in_order, remember_failures
 from rl360.types import AttemptSpec, Timings, TrialResult
 
 if TYPE_CHECKING:
@@ -43,14 +44,6 @@ _SANDBOX_FIELDS = (
 _MAX_MESSAGE_CHARS = 4000
 _MAX_REWARD = 1e6  # of either sign; more is no score but a broken or a fooled test, and would swamp a group's mean
 _MAX_REWARD_KEYS = 100
-
-
-class _Failure(NamedTuple):
-    """What was raised. hosts: because this machine was at its end."""
-
-    name: str
-    message: str
-    hosts: bool = False
 
 
 class TrialWorker:
@@ -144,8 +137,8 @@ class TrialWorker:
         trial: Trial | None = None
         watch: AgentWatch | None = None
         separate: SeparateWatch | None = None
-        failure: _Failure | None = None
-        recorded: list[_Failure] = []
+        failure: Failure | None = None
+        recorded: list[Failure] = []
         try:
             async with asyncio.timeout(self._trial_timeout_s):
                 await asyncio.to_thread(_remove, trial_dir)  # an earlier try of that name left an answer there
@@ -153,17 +146,18 @@ class TrialWorker:
                 from rl360.rollout.agent_watch import AgentWatch
                 from rl360.rollout.verification import isolate
 
-                recorded = _remember_failures(trial)
+                recorded = remember_failures(trial)
                 separate = isolate(trial)
                 watch = AgentWatch(trial)
                 await trial.run()
         except TimeoutError:
-            failure = _Failure("TrialTimeoutError", f"the trial took more than {self._trial_timeout_s} s")
+            if not recorded or recorded[-1].message != OUT_OF_TIME:
+                failure = Failure("TrialTimeoutError", f"the trial took more than {self._trial_timeout_s} s")
         except asyncio.CancelledError:
             await asyncio.to_thread(shutil.rmtree, trial_dir, True)
             raise
         except Exception as error:  # Harbor raises anything from a task's own settings; all of it is the trial's result
-            failure = _Failure(type(error).__name__, str(error))
+            failure = Failure(type(error).__name__, str(error))
         finally:
             _forget_loggers(name)
         own = watch.error if watch is not None else None
@@ -208,36 +202,6 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _remember_failures(trial: Trial) -> list[_Failure]:
-    """A list that gets every failure as the trial records it. Harbor keeps the first one."""
-    from rl360.agents.blame import hosts_failure
-    from rl360.rollout.steps import watch_steps
-
-    failures: list[_Failure] = []
-    record = trial._record_exception
-
-    def remember(error: BaseException) -> None:
-        hosts = hosts_failure(error, trial.agent_environment)
-        failures.append(_Failure(type(error).__name__, _whole_message(error), hosts))
-
-    def remembering(error: BaseException) -> None:
-        remember(error)
-        record(error)
-
-    trial._record_exception = remembering
-    watch_steps(trial, remember)
-    return failures
-
-
-def _whole_message(error: BaseException) -> str:
-    """With what it was raised from: Harbor's own errors of transfers say only that there was one."""
-    said = [str(error)]
-    while error.__cause__ is not None:
-        error = error.__cause__
-        said.append(str(error))
-    return ": ".join(said)
-
-
 def _trial_name(spec: AttemptSpec) -> str:
     """The try's id as a folder name."""
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in spec.try_id)
@@ -247,8 +211,8 @@ def _map(
     spec: AttemptSpec,
     trial: Trial | None,
     separate: SeparateWatch | None,
-    failure: _Failure | None,
-    recorded: Sequence[_Failure],
+    failure: Failure | None,
+    recorded: Sequence[Failure],
     agents_own: Exception | None,
     trial_dir: Path,
     queue_s: float,
@@ -258,31 +222,24 @@ def _map(
     metadata: dict[str, object] = {}
     rewards: dict[str, float] | None = None
     timings = Timings(queue_s=queue_s, total_s=queue_s + total_s)
-    lost: _Failure | None = None  # an artifact: what the tests said is not about the answer
+    lost: Failure | None = None  # an artifact: what the tests said is not about the answer
     if separate is not None and separate.failed is not None:
-        lost = _Failure("SandboxDied", f"an artifact could not be taken from it: {separate.failed}")
+        lost = Failure("SandboxDied", f"an artifact could not be taken from it: {separate.failed}")
     if harbor is not None:
         steps = harbor.step_results or []
-        if failure is None and recorded:
-            failure = recorded[0]
-        if failure is None and harbor.exception_info is not None:
-            failure = _Failure(harbor.exception_info.exception_type, harbor.exception_info.exception_message)
-        for step in steps:  # its set-up or its health check
-            if failure is None and step.exception_info is not None:
-                failure = _Failure(step.exception_info.exception_type, step.exception_info.exception_message)
-        if failure is None and lost is not None:
-            failure = lost
+        known, later = deciding(in_order(recorded, harbor, lost), bool(steps))
+        failure = failure or known
         metadata.update(metadata_of(steps))
         if harbor.agent_result is not None:
             metadata.update(harbor.agent_result.metadata or {})
         for key in (AGENT_ERROR, HOSTS_FAILURE, INTERRUPTED, LATER_FAILURE, STOOD_STILL, "exhausted"):  # ours to say
             metadata.pop(key, None)
-        if later := [*recorded[1:], *([lost] if lost is not None else [])]:
-            metadata[LATER_FAILURE] = f"{later[0].name}: {later[0].message}"[:_MAX_MESSAGE_CHARS]
+        if later is not None:
+            metadata[LATER_FAILURE] = f"{later.name}: {later.message}"[:_MAX_MESSAGE_CHARS]
         if lost is not None or any(one.hosts for one in recorded):
             metadata[HOSTS_FAILURE] = True
         if agents_own is not None:
-            own = _Failure(type(agents_own).__name__, str(agents_own))
+            own = Failure(type(agents_own).__name__, str(agents_own))
             if failure is None or failure.name != own.name:  # a later failure of the same name must not pass for it
                 metadata[AGENT_ERROR] = own.name
             failure = failure or own
@@ -291,7 +248,7 @@ def _map(
             said = harbor.verifier_result.rewards
             # Compared before they become floats: JSON's whole numbers can be too large for one.
             if len(said) > _MAX_REWARD_KEYS or any(not abs(value) <= _MAX_REWARD for value in said.values()):
-                failure = _Failure("VerifierOutputParseError", f"{len(said)} rewards, or one beyond {_MAX_REWARD:g}")
+                failure = Failure("VerifierOutputParseError", f"{len(said)} rewards, or one beyond {_MAX_REWARD:g}")
             else:
                 rewards = {key: float(value) for key, value in said.items()}
         timings = Timings(

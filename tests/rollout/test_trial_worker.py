@@ -247,6 +247,45 @@ async def test_a_step_without_a_verdict_is_not_left_out_of_the_mean(
     assert min(result.timings.agent_s, result.timings.verify_s) > 0
 
 
+async def test_a_later_step_that_could_not_begin_decides(make_worker: MakeWorker, model: Any, tmp_path: Path) -> None:
+    """Late in its first step, which the tests judged; by that alone it would score zero for the sandbox's failure."""
+    task = make_steps(tmp_path / "t", "echo 1 > /logs/verifier/reward.txt", "echo 1 > /logs/verifier/reward.txt")
+    set_up = task.path / "steps" / "two" / "workdir" / "setup.sh"
+    set_up.parent.mkdir()
+    set_up.write_text("exit 3\n")
+    model.delay_s = 20.0
+    result = await one(make_worker, model, task, agent={"timeout_s": 0.5})
+    assert (result.rewards, result.exception_type) == (None, "RuntimeError")
+    assert str(result.agent_metadata["later_failure"]).startswith("AgentTimeoutError: ")
+
+
+async def test_an_agent_that_works_when_all_steps_are_out_of_time_is_late(
+    make_worker: MakeWorker, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step has a timer, and all steps one trial: whoever is slow in both would never be told so."""
+    limits = []
+    timeout = asyncio.timeout
+
+    def kept(delay: float | None) -> asyncio.Timeout:
+        limit = timeout(delay)
+        if delay == 600.0:
+            limits.append(limit)
+        return limit
+
+    monkeypatch.setattr(asyncio, "timeout", kept)
+    task = make_steps(tmp_path / "t", "echo 1 > /logs/verifier/reward.txt", "echo 1 > /logs/verifier/reward.txt")
+    worker = await make_worker(trial_timeout_s=600.0)
+    attempt = asyncio.create_task(worker.run(spec(task), model.url))
+    await asyncio.wait_for(model.asked.wait(), 60)
+    model.asked.clear()
+    model.delay_s = 120.0
+    await asyncio.wait_for(model.asked.wait(), 60)  # by the second step
+    limits[0].reschedule(asyncio.get_running_loop().time())
+    result = await attempt
+    assert (result.rewards, result.exception_type) == (None, "AgentTimeoutError")
+    assert result.timings.agent_s > 0
+
+
 async def test_verifier_timeout(make_worker: MakeWorker, model: Any, tmp_path: Path) -> None:
     task = make_task(tmp_path / "t", test_sh="#!/bin/bash\nsleep 60\n")
     result = await one(make_worker, model, task, sandbox={"verifier_timeout_s": 0.7})
@@ -516,6 +555,12 @@ async def test_an_artifact_for_which_there_was_no_room_is_no_missing_answer(
     result = await one(make_worker, model, make_separate_task(tmp_path / "t"))
     assert result.rewards is None  # not the 0 of an answer that did not come along
     assert (result.exception_type, DISK_FULL in (result.exception_message or "")) == ("SandboxDied", True)
+
+    silent = make_separate_task(tmp_path / "silent")
+    script = "#!/bin/bash\ncd /app && test -f solution.py && echo 1 > /logs/verifier/reward.txt\n"
+    (silent.path / "tests" / "test.sh").write_text(script)
+    result = await one(make_worker, model, silent)
+    assert result.exception_type == "SandboxDied"  # nor its tests, which write nothing without an answer
 
 
 async def test_a_separate_verifiers_sandbox_that_was_interrupted_gives_no_verdict(

@@ -168,7 +168,7 @@ class Fleet:
         self._starts_held.clear()
 
     def on_change(self, tell: OnChange) -> None:
-        """`tell(serving set)` after every change, from whichever thread made it. Must not raise."""
+        """`tell(serving set)` after every change, from whichever thread made it. What it raises is logged only."""
         self._listeners.append(tell)
 
     def close(self) -> None:
@@ -189,11 +189,14 @@ class Fleet:
                     pass
                 try:
                     why = self._one_life(server, first)
-                except (RL360Error, OSError) as error:  # OSError: a log or weights that cannot be written
+                except Exception as error:
                     why = str(error)
+                    if not isinstance(error, RL360Error):
+                        # A log that cannot be written, a trainer without memory for a bucket: whatever it was, somebody
+                        # must start this server again, or say that nobody will.
+                        log.exception("server %d: its start failed", index)
+                        error = InfrastructureError("engine_start", f"server {index}: {error!r}")
                     if first:
-                        if isinstance(error, OSError):
-                            error = InfrastructureError("engine_start", f"server {index}: {why}")
                         server.failure = error
                         return
                 finally:
@@ -267,7 +270,10 @@ class Fleet:
             if self._closing.is_set():
                 return
             for tell in self._listeners:
-                tell(now)
+                try:
+                    tell(now)
+                except Exception:
+                    log.exception("the serving set was not told to a listener")
 
     def _of(self, url: str) -> _Server:
         for server in self._servers:

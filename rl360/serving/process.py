@@ -36,6 +36,8 @@ FIRST_REQUEST = {
     "return_logprob": True,
 }
 KEEPER_MARGIN_S = 8.0  # the keeper's own time to end and reap, beyond the grace that the server has
+# Servers are asked directly, whatever http_proxy says: a cluster's proxy does not know them.
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerProcess:
@@ -118,7 +120,7 @@ class ServerProcess:
         """A JSON answer, {} for a 200 without one, None for anything else."""
         request = urllib.request.Request(self.url + path, headers=self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+            with _DIRECTLY.open(request, timeout=timeout_s) as reply:
                 raw = reply.read()
         except (OSError, ValueError, urllib.error.HTTPError):  # refused, 4xx and 5xx, timed out, not HTTP
             return None
@@ -171,7 +173,7 @@ class _FirstRequest(threading.Thread):
 
     def run(self) -> None:
         try:
-            with urllib.request.urlopen(self._request, timeout=self._timeout_s) as reply:
+            with _DIRECTLY.open(self._request, timeout=self._timeout_s) as reply:
                 if not json.loads(reply.read()).get("output_ids"):
                     self.problem = "an answer without output_ids"
         except urllib.error.HTTPError as error:

@@ -213,9 +213,15 @@ def test_a_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None:
         fleet.start()
 
 
-def test_a_full_disk_in_a_bring_up_costs_one_restart(start: Callable[..., Fleet], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "problem", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("CUDA out of memory"), KeyError("a bug")]
+)
+def test_whatever_fails_in_a_bring_up_costs_one_restart(
+    start: Callable[..., Fleet], tmp_path: Path, problem: Exception
+) -> None:
+    """An error that was not thought of ended the server's thread: it was neither started again nor given up."""
     fleet = start(plain_flags(tmp_path))
-    problems = [OSError(errno.ENOSPC, "No space left on device")]
+    problems = [problem]
 
     def bring_up(url: str) -> None:
         if problems:
@@ -225,6 +231,34 @@ def test_a_full_disk_in_a_bring_up_costs_one_restart(start: Callable[..., Fleet]
     fleet.leave(fleet.urls()[0], "a test")
     eventually(lambda: not problems and fleet.serving() == fleet.urls())
     assert fleet.restarts() == 2
+
+
+def test_a_listener_that_fails_costs_no_server(start: Callable[..., Fleet], tmp_path: Path) -> None:
+    fleet = start(plain_flags(tmp_path))
+    told: list[tuple[str, ...]] = []
+
+    def tell(serving: tuple[str, ...]) -> None:
+        told.append(serving)
+        raise RuntimeError("can't start new thread")
+
+    fleet.on_change(tell)
+    (pid,) = server_pids(fleet, fleet.urls()[0])
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: told == [(), fleet.urls()] and gone(pid))
+    assert fleet.serving() == fleet.urls()
+
+
+def test_servers_are_asked_directly_whatever_proxy_a_cluster_has(
+    start: Callable[..., Fleet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every question went to http_proxy, which knows no servers of ours: no start ever ended."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    fleet = start(plain_flags(tmp_path))
+    (url,) = fleet.urls()
+    (pid,) = server_pids(fleet, url)
+    fleet.leave(url, "a test")
+    eventually(lambda: gone(pid) and fleet.serving() == (url,))
 
 
 def test_a_key_is_not_in_the_log(start: Callable[..., Fleet], tmp_path: Path) -> None:

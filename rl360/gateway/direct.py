@@ -86,6 +86,7 @@ class DirectGateway:
         self._started = False
         self._url = ""
         self._held = False
+        self._untold = False  # the proxy may not know of `_held` or `_engine_urls`
         self._lives = 0  # how often the proxy was started again
         self._restarting = asyncio.Lock()
         self._watching_proxy: asyncio.Task[None] | None = None
@@ -103,12 +104,19 @@ class DirectGateway:
     async def _greet(self) -> None:
         """Where a new proxy listens; and what it does not know yet."""
         self._url = str(await self._group.call(0, "url", timeout_s=self._call_timeout_s))
-        if self._engine_urls is not None:
-            await self._group.call(0, "set_engines", self._engine_urls, timeout_s=self._call_timeout_s)
-        if self._held:
-            await self._group.call(0, "hold", timeout_s=self._call_timeout_s)
-            if not self._held:  # another thread's `release` may have come before this `hold`
-                await self._group.call(0, "release", timeout_s=self._call_timeout_s)
+        await self._tell_state()
+
+    async def _tell_state(self) -> None:
+        """All that the proxy must know. Another thread may change it, and tell it, just between two calls of this one:
+        then it is told again."""
+        while True:
+            self._untold = False
+            told = held, engine_urls = self._held, self._engine_urls
+            if engine_urls is not None:
+                await self._group.call(0, "set_engines", engine_urls, timeout_s=self._call_timeout_s)
+            await self._group.call(0, "hold" if held else "release", timeout_s=self._call_timeout_s)
+            if told == (self._held, self._engine_urls) and not self._untold:
+                return
 
     async def hold(self) -> None:
         """No request reaches an engine until `release`; from any event loop. A new proxy begins held, too."""
@@ -128,7 +136,9 @@ class DirectGateway:
             return None
         try:
             return await self._group.call(0, method, *args, timeout_s=timeout_s or self._call_timeout_s)
-        except (InfrastructureError, TimeoutError) as error:
+        except (RL360Error, TimeoutError) as error:
+            # A call that timed out is never made, also when the proxy only stood still: `_watch_proxy` tells it again.
+            self._untold = True
             log.warning("the session proxy did not hear %s: %s", method, error)
             return None
 
@@ -179,19 +189,32 @@ class DirectGateway:
         return {**added(self._counted_before, self._counted), "proxy_restarts": self._lives}
 
     async def _watch_proxy(self) -> None:
-        """Start the proxy again also where nobody asks it for anything: agents wait for it, and its counts are due."""
+        """Start the proxy again also where nobody asks it for anything: agents wait for it, and its counts are due.
+        Tell it what it has not heard, or its sessions wait for good."""
         pause_s = WATCH_S
         while True:
             await asyncio.sleep(pause_s)
             life = self._lives
-            if self._group.alive(0):
-                continue
             try:
-                await self._revive(life)
+                if not self._group.alive(0):
+                    await self._revive(life)
+                elif self._untold:
+                    await self._tell_again(life)
                 pause_s = WATCH_S
-            except InfrastructureError as error:
+            except Exception as error:  # whatever it was, the proxy must still be looked after
                 log.error("%s", error)
                 pause_s = FAILED_WATCH_S
+
+    async def _tell_again(self, life: int) -> None:
+        try:
+            await self._tell_state()
+        except BaseException as error:
+            self._untold = True
+            if isinstance(error, TimeoutError) and not await self._proxy_answers():
+                await self._revive(life)
+                return
+            raise
+        log.warning("the session proxy has heard of the serving set, and whether requests are held")
 
     async def _call(self, method: str, *args: Any) -> Any:
         life = self._lives
@@ -220,9 +243,10 @@ class DirectGateway:
             try:
                 await asyncio.to_thread(self._group.restart, 0)
                 await self._greet()
-            except (RL360Error, TimeoutError) as error:
+            except Exception as error:
+                said = str(error) if isinstance(error, RL360Error | TimeoutError) else repr(error)
                 raise InfrastructureError(
-                    "proxy_start", f"the session proxy cannot be started again: {error}"
+                    "proxy_start", f"the session proxy cannot be started again: {said}"
                 ) from error
             self._lives += 1
 

@@ -128,6 +128,7 @@ class SmgGateway(DirectGateway):
 
     async def set_engines(self, urls: Sequence[str]) -> None:
         """As DirectGateway's: SMG first, which gives the sessions of an engine that left to others."""
+        self._engine_urls = list(urls)  # before anything: a keeper that is just being replaced begins with it
         if self._started:
             await self._tell_smg(urls)
         await super().set_engines(urls)
@@ -156,7 +157,7 @@ class SmgGateway(DirectGateway):
     async def _tell_smg(self, urls: Sequence[str]) -> None:
         try:
             await self._smg_group.call(0, "set_engines", list(urls), timeout_s=TELL_S)
-        except (RL360Error, TimeoutError) as error:  # one that is being replaced learns it when it is there
+        except (RL360Error, TimeoutError) as error:  # `_watch` tells it again
             log.warning("smg was not told of the serving set: %s", error)
 
     async def _watch(self) -> None:
@@ -171,8 +172,11 @@ class SmgGateway(DirectGateway):
                     self._smg_state = await self._smg_group.call(0, "state", timeout_s=timeout_s)
                 except TimeoutError:
                     await self._replace_keeper("hangs")
-            except (RL360Error, TimeoutError) as error:
-                log.error("smg: %s", error)
+                else:
+                    if self._engine_urls is not None and set(self._smg_state["wanted"]) != set(self._engine_urls):
+                        await self._tell_smg(self._engine_urls)
+            except Exception as error:  # whatever it was, SMG must still be looked after
+                log.error("smg: %s", error if isinstance(error, RL360Error | TimeoutError) else repr(error))
                 if getattr(error, "cause", "") == "smg_start":
                     self._smg_state = {**self._smg_state, "failure": str(error)}
 

@@ -28,10 +28,13 @@ log = logging.getLogger(__name__)
 POLL_S = 0.05
 CALL_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 2000
+QUOTED_CHARS = 300
 NEVER_S = 10**8  # for limits of SMG that would take an engine out of its routing by themselves
 STICKY_S = 7 * 86400  # how long a session may be silent and still find its engine
 LEAST_REQUEST_TIMEOUT_S = 1800
 INSTALL = "pip install 'rl360[cluster]'"
+# It talks to engines of ours only, and a cluster's proxy does not know them.
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,12 @@ def launch_arguments(settings: SmgSettings) -> list[str]:
     ]
 
 
+def smg_environment() -> dict[str, str]:
+    """This process's own, without proxies."""
+    kept = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 class SmgProcess:
     """One life of SMG. `start` may be called again after it ended."""
 
@@ -126,7 +135,7 @@ class SmgProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env=smg_environment(),
             )
         assert self._process.stdin is not None
         self._process.stdin.write(self._key.encode() + b"\n")
@@ -175,12 +184,15 @@ class SmgProcess:
     async def engines(self) -> Mapping[str, Listed]:
         """The engines that it has, by URL. Raises EngineError."""
         reply = await self._json("GET", "/workers", None)
-        return {
-            str(row["url"]).rstrip("/"): Listed(
-                str(row["id"]), bool(row["is_healthy"]) and row["status"] == "ready", row["status"] == "draining"
-            )
-            for row in reply["workers"]
-        }
+        try:
+            return {
+                str(row["url"]).rstrip("/"): Listed(
+                    str(row["id"]), bool(row["is_healthy"]) and row["status"] == "ready", row["status"] == "draining"
+                )
+                for row in reply["workers"]
+            }
+        except (KeyError, TypeError) as error:
+            raise EngineError("engine_reply", f"smg GET /workers: {error!r} in {str(reply)[:QUOTED_CHARS]}") from None
 
     async def add(self, url: str) -> None:
         """Ask it to take an engine; it registers in the background. Raises EngineError."""
@@ -210,15 +222,20 @@ class SmgProcess:
     async def _json(self, method: str, path: str, body: Any) -> dict[str, Any]:
         status, raw, _ = await self._client.exchange(method, path, body, CALL_TIMEOUT_S)
         if status >= 400:
-            raise EngineError(f"engine_status_{status}", f"smg {method} {path}: {raw[:300].decode(errors='replace')}")
-        reply = json.loads(raw)
-        assert isinstance(reply, dict)
-        return reply
+            raise EngineError(f"engine_status_{status}", f"smg {method} {path}: {_quote(raw)}")
+        with contextlib.suppress(ValueError):
+            if isinstance(reply := json.loads(raw), dict):
+                return reply
+        raise EngineError("engine_reply", f"smg {method} {path} answered no object: {_quote(raw)}")
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
+
+
+def _quote(raw: bytes) -> str:
+    return raw[:QUOTED_CHARS].decode(errors="replace")
 
 
 def refused_arguments(arguments: Sequence[str]) -> list[str]:

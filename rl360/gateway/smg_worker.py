@@ -129,12 +129,13 @@ class SmgWorker:
         return [url for url in self._wanted if url not in missing]
 
     def state(self) -> Mapping[str, Any]:
-        """For the driver: counts, and why SMG was given up (None: it was not)."""
+        """For the driver: counts, which engines SMG should have and has, why it was given up (None: it was not)."""
         return {
             "smg_restarts": self._restarts,
             "engines_left_out": self._times_left_out,
             "engines_left_out_now": sum(url not in self._joined for url in self._wanted),
             "engines": sorted(self._joined),
+            "wanted": list(self._wanted),
             "pid": self._smg.pid,
             "failure": None if self._failure is None else str(self._failure),
         }
@@ -157,7 +158,7 @@ class SmgWorker:
                 try:
                     await self._smg.start(self._start_timeout_s)
                     break
-                except (InfrastructureError, OSError) as error:
+                except Exception as error:
                     self._failure = InfrastructureError("smg_start", f"smg cannot be started again: {error}")
                     log.error("%s", self._failure)
                     await asyncio.sleep(RESTART_PAUSE_S * 2**attempt)

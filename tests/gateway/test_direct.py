@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import pickle
 import signal
 import statistics
 import time
@@ -18,6 +20,7 @@ import pytest
 
 from rl360.engine.workers import LocalWorkerGroup
 from rl360.errors import ConfigError, EngineError, InfrastructureError, RL360Error
+from rl360.gateway import direct
 from rl360.gateway.direct import DirectGateway
 from rl360.protocols import Gateway
 from tests.gateway.kit import attempt_spec, tokenizer_of, write_folder
@@ -157,6 +160,64 @@ async def test_a_hanging_proxy_is_replaced(tmp_path: Path) -> None:
         assert await made.health()
         with pytest.raises(InfrastructureError, match="proxy_session_lost"):
             await made.close_session(spec.try_id)
+
+
+@pytest.mark.parametrize("lost", ["release", "set_engines"])
+async def test_what_a_proxy_that_stood_still_did_not_hear_is_told_again(tmp_path: Path, lost: str) -> None:
+    """A call that times out is taken back. When it was the release of its requests, they were held for good."""
+    async with gateway(tmp_path, call_timeout_s=0.5) as (made, _), aiohttp.ClientSession() as client:
+        await made.start()
+        url = await made.open(attempt_spec())
+        pid = made._group.pid(0)  # type: ignore[attr-defined]
+        await (made.hold() if lost == "release" else made.set_engines([]))
+        os.kill(pid, signal.SIGSTOP)
+        engines = _engines_of(made)
+        await (made.release() if lost == "release" else made.set_engines(engines))
+        assert made._untold
+        os.kill(pid, signal.SIGCONT)
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        async with asyncio.timeout(60), client.post(f"{url}/chat/completions", json=body) as response:
+            assert response.status == 200
+
+
+def _engines_of(made: DirectGateway) -> list[str]:
+    kwargs = pickle.loads(made._group._packed_kwargs)  # type: ignore[attr-defined]
+    urls: list[str] = kwargs["engine_urls"]
+    return urls
+
+
+async def test_a_proxy_that_goes_on_standing_still_when_it_is_told_again_is_replaced(tmp_path: Path) -> None:
+    async with gateway(tmp_path, call_timeout_s=1.0) as (made, _):
+        await made.start()
+        os.kill(made._group.pid(0), signal.SIGSTOP)  # type: ignore[attr-defined]
+        await made.hold()
+        await made.release()
+        async with asyncio.timeout(60):
+            while not made._lives:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
+async def test_whatever_keeps_a_proxy_from_starting_again_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that was not thought of ended the task that looks after the proxy."""
+    monkeypatch.setattr(direct, "FAILED_WATCH_S", 0.1)
+    async with gateway(tmp_path) as (made, _):
+        await made.start()
+        restart, problems = made._group.restart, [OSError(errno.EMFILE, "Too many open files"), KeyError("a bug")]
+
+        def fail_first(rank: int) -> None:
+            if problems:
+                raise problems.pop()
+            restart(rank)
+
+        monkeypatch.setattr(made._group, "restart", fail_first)
+        os.kill(made._group.pid(0), signal.SIGKILL)  # type: ignore[attr-defined]
+        async with asyncio.timeout(60):
+            while not made._lives:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert not problems
+        await made.open(attempt_spec())
 
 
 async def test_a_proxy_that_cannot_be_started_again_says_so(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.util
 import json
 import os
@@ -25,7 +26,7 @@ import pytest
 from aiohttp import web
 
 from rl360.errors import ConfigError, EngineError, InfrastructureError
-from rl360.gateway import smg_process
+from rl360.gateway import smg, smg_process
 from rl360.gateway.embedded.engine import EmbeddedEngine
 from rl360.gateway.embedded.server import EngineServer
 from rl360.gateway.engine_client import HttpEngine
@@ -58,7 +59,7 @@ async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
 
 
 @asynccontextmanager
-async def smg(tmp_path: Path, urls: list[str], **kwargs: Any) -> AsyncIterator[SmgWorker]:
+async def keeper(tmp_path: Path, urls: list[str], **kwargs: Any) -> AsyncIterator[SmgWorker]:
     """SMG with its keeper in this process."""
     settings = {"port": free_port(), "metrics_port": free_port(), "smg_key": "k", "health_interval_s": 0.1, **kwargs}
     worker = SmgWorker(0, urls, "127.0.0.1", log_dir=tmp_path / "logs", **{"stop_timeout_s": 0.5, **settings})
@@ -187,6 +188,95 @@ async def test_a_keeper_that_hangs_is_replaced_and_not_with_engines_that_have_go
         assert (await made.gateway.counts())["smg_restarts"] == 1
 
 
+async def test_a_keeper_that_stood_still_is_told_again_what_it_did_not_hear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smg, "TELL_S", 0.2)
+    async with rig("smg", tmp_path) as made:
+        stays, goes = made.servers
+        pid = made.gateway._smg_group.pid(0)
+        os.kill(pid, signal.SIGSTOP)
+        await made.gateway.set_engines([stays.url])
+        os.kill(pid, signal.SIGCONT)
+        await until(lambda: made.gateway._smg_state.get("engines") == [stays.url])
+        assert made.gateway._smg_state["wanted"] == [stays.url]
+        os.kill(pid, signal.SIGSTOP)
+        await made.gateway.set_engines([stays.url, goes.url])
+        os.kill(pid, signal.SIGCONT)
+        await until(lambda: len(made.gateway._smg_state["engines"]) == 2)
+        assert not made.gateway._worker_restarts
+
+
+async def test_a_keeper_that_is_replaced_while_the_set_changes_begins_with_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smg, "TELL_S", 5.0)
+    async with rig("smg", tmp_path, call_timeout_s=1.0) as made:
+        stays, goes = made.servers
+        await goes.stop()
+        os.kill(made.gateway._smg_group.pid(0), signal.SIGSTOP)
+        await made.gateway.set_engines([stays.url])
+        await until(lambda: made.gateway._smg_state.get("wanted") == [stays.url])
+        assert made.gateway._worker_restarts == 1
+
+
+async def test_whatever_keeps_the_keeper_from_starting_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that was not thought of ended the task that looks after SMG."""
+    async with rig("smg", tmp_path) as made:
+        make_group, problems = made.gateway._make_group, [OSError(errno.EMFILE, "Too many open files"), KeyError("bug")]
+
+        def fail_first(**kwargs: Any) -> Any:
+            if problems:
+                raise problems.pop()
+            return make_group(**kwargs)
+
+        monkeypatch.setattr(made.gateway, "_make_group", fail_first)
+        os.kill(made.gateway._smg_group.pid(0), signal.SIGKILL)
+        await until(lambda: made.gateway._worker_restarts == 3)
+        await until(lambda: len(made.gateway._smg_state.get("engines", ())) == 2)
+        await made.open("a")
+        await made.say("a")
+
+
+async def test_whatever_keeps_smg_from_starting_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with servers(1) as (server,), keeper(tmp_path, [server.url]) as worker:
+        start, problems = worker._smg.start, [RuntimeError("can't start new thread")]
+
+        async def fail_first(timeout_s: float) -> None:
+            if problems:
+                raise problems.pop()
+            await start(timeout_s)
+
+        monkeypatch.setattr(worker._smg, "start", fail_first)
+        os.kill(worker.state()["pid"], signal.SIGKILL)
+        await until(lambda: not problems and worker.state()["failure"] is None)
+        await until(lambda: alive(worker.state()["pid"]) and worker.state()["engines"] == [server.url])
+
+
+@pytest.mark.parametrize("answer", ["hello", "[]", "{}", '{"workers": 3}', '{"workers": [{"url": "http://a"}]}'])
+async def test_an_answer_that_is_not_smgs_is_an_engine_error(tmp_path: Path, answer: str) -> None:
+    async def workers(request: web.Request) -> web.Response:
+        return web.Response(text=answer)
+
+    app = web.Application()
+    app.router.add_get("/workers", workers)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    settings = SmgSettings("127.0.0.1", runner.addresses[0][1], 1, "manual", 10.0, 1.0)
+    process = smg_process.SmgProcess(settings, "", tmp_path / "smg.log")
+    try:
+        with pytest.raises(EngineError, match="engine_reply: smg GET /workers"):
+            await process.engines()
+    finally:
+        await process.close()
+        await runner.cleanup()
+
+
 async def test_a_keeper_that_dies_while_an_engine_is_away_comes_back_without_it(tmp_path: Path) -> None:
     async with rig("smg", tmp_path) as made:
         stays, goes = made.servers
@@ -203,7 +293,7 @@ async def test_a_keeper_that_dies_while_an_engine_is_away_comes_back_without_it(
 
 async def test_an_smg_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smg_process, "CALL_TIMEOUT_S", 1.0)
-    async with servers(1) as (server,), smg(tmp_path, [server.url]) as worker:
+    async with servers(1) as (server,), keeper(tmp_path, [server.url]) as worker:
         pid = worker.state()["pid"]
         os.kill(pid, signal.SIGSTOP)
         await until(lambda: worker.state()["smg_restarts"] == 1 and worker.state()["engines"] == [server.url])
@@ -211,7 +301,7 @@ async def test_an_smg_that_hangs_is_killed_and_started_again(tmp_path: Path, mon
 
 
 async def test_what_does_not_end_is_killed(tmp_path: Path) -> None:
-    async with servers(1) as (server,), smg(tmp_path, [server.url], stop_timeout_s=0.5) as worker:
+    async with servers(1) as (server,), keeper(tmp_path, [server.url], stop_timeout_s=0.5) as worker:
         pid = worker.state()["pid"]
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
@@ -221,7 +311,7 @@ async def test_what_does_not_end_is_killed(tmp_path: Path) -> None:
 
 
 async def test_sigterm_lets_open_requests_finish(tmp_path: Path) -> None:
-    async with servers(1) as (server,), smg(tmp_path, [server.url], stop_timeout_s=15.0) as worker:
+    async with servers(1) as (server,), keeper(tmp_path, [server.url], stop_timeout_s=15.0) as worker:
         server.model.delay_s = 1.0
         client = HttpEngine(worker.url(), api_key="k")
         asking = asyncio.create_task(client.generate([1, 2, 3], sampling_params(Sampling(), 4, 1), "r"))
@@ -261,15 +351,25 @@ def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
 async def test_two_on_one_machine(tmp_path: Path) -> None:
     async with (
         servers(1) as (server,),
-        smg(tmp_path / "a", [server.url]) as one,
-        smg(tmp_path / "b", [server.url]) as two,
+        keeper(tmp_path / "a", [server.url]) as one,
+        keeper(tmp_path / "b", [server.url]) as two,
     ):
         assert one.url() != two.url()
 
 
+async def test_a_clusters_proxy_is_not_asked_for_our_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With http_proxy set, SMG asked there for every engine, and registered none."""
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with rig("smg", tmp_path) as made:
+        await made.gateway.verify()
+        await made.open("a")
+        await made.say("a")
+
+
 async def test_metrics_have_a_port_of_their_own(tmp_path: Path) -> None:
     port = free_port()
-    async with servers(1) as (server,), smg(tmp_path, [server.url], metrics_port=port) as worker:
+    async with servers(1) as (server,), keeper(tmp_path, [server.url], metrics_port=port) as worker:
         client = HttpEngine(worker.url(), api_key="k")
         await client.generate([1, 2, 3], sampling_params(Sampling(), 4, 1), "r")
         await client.close()
@@ -285,15 +385,15 @@ async def test_an_engine_that_does_not_come_is_named_within_the_deadline(tmp_pat
     missing = f"http://127.0.0.1:{free_port()}"
     async with servers(1) as (server,):
         with pytest.raises(InfrastructureError, match=rf"smg_start: .*lacks engines: {missing}: nobody listens there"):
-            async with smg(tmp_path, [server.url, missing], start_timeout_s=3.0):
+            async with keeper(tmp_path, [server.url, missing], start_timeout_s=3.0):
                 pass
 
 
 async def test_a_taken_port_is_told(tmp_path: Path) -> None:
-    async with servers(1) as (server,), smg(tmp_path, [server.url]) as worker:
+    async with servers(1) as (server,), keeper(tmp_path, [server.url]) as worker:
         port = int(worker.url().rpartition(":")[2])
         with pytest.raises(InfrastructureError, match=rf"smg_start: port {port} on 127.0.0.1 cannot be used"):
-            async with smg(tmp_path / "other", [server.url], port=port):
+            async with keeper(tmp_path / "other", [server.url], port=port):
                 pass
 
 
@@ -306,7 +406,7 @@ async def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatc
 
 
 async def test_nobody_without_the_key_changes_its_engines(tmp_path: Path) -> None:
-    async with servers(1) as (server,), smg(tmp_path, [server.url]) as worker, aiohttp.ClientSession() as client:
+    async with servers(1) as (server,), keeper(tmp_path, [server.url]) as worker, aiohttp.ClientSession() as client:
         for method, path in (
             ("POST", "/workers"),
             ("GET", "/workers"),
@@ -333,7 +433,7 @@ def test_nothing_in_it_retries_or_leaves_engines_out() -> None:
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 async def test_smg_passes_an_engines_failure_on_and_tries_no_other(tmp_path: Path, status: int) -> None:
-    async with servers(2) as both, smg(tmp_path, [server.url for server in both]) as worker:
+    async with servers(2) as both, keeper(tmp_path, [server.url for server in both]) as worker:
         client = HttpEngine(worker.url(), api_key="k")
         for server in both:
             server.model.faults.append(Fault("status", status))
@@ -407,7 +507,7 @@ def without(path: str) -> Callable[[dict[str, Any]], Any]:
     ],
 )
 async def test_the_hop_that_loses_something_is_named(tmp_path: Path, how: dict[str, Any], says: str) -> None:
-    async with servers(1) as (server,), smg(tmp_path, [server.url]) as worker, relay(worker.url(), **how) as url:
+    async with servers(1) as (server,), keeper(tmp_path, [server.url]) as worker, relay(worker.url(), **how) as url:
         proxy = ProxyWorker(
             0, [server.url], write_folder(tmp_path / "model"), log_dir=tmp_path / "logs", smg_url=url, smg_key="k"
         )
@@ -422,7 +522,7 @@ async def test_the_hop_that_loses_something_is_named(tmp_path: Path, how: dict[s
 
 
 async def test_a_relay_that_loses_nothing_passes(tmp_path: Path) -> None:
-    async with servers(1) as (server,), smg(tmp_path, [server.url]) as worker, relay(worker.url()) as url:
+    async with servers(1) as (server,), keeper(tmp_path, [server.url]) as worker, relay(worker.url()) as url:
         folder = write_folder(tmp_path / "model")
         proxy = ProxyWorker(0, [server.url], folder, log_dir=tmp_path / "logs", smg_url=url, smg_key="k")
         await proxy.start()
@@ -444,7 +544,7 @@ async def test_smg_that_stays_away_fails_the_turn_with_its_own_cause() -> None:
 
 
 async def test_no_engine_at_all_is_waited_for(tmp_path: Path) -> None:
-    async with servers(1) as (server,), smg(tmp_path, [server.url]) as worker:
+    async with servers(1) as (server,), keeper(tmp_path, [server.url]) as worker:
         await worker.set_engines([])
         route = SmgRoute(HttpEngine(worker.url(), api_key="k"), [], 20.0)
         params = sampling_params(Sampling(), 4, 1)

@@ -584,6 +584,42 @@ async def test_an_end_that_the_keeper_does_not_explain_gives_no_verdict(
         keeper.resume()
 
 
+async def test_a_verdict_of_a_sandbox_whose_end_nobody_explains_does_not_count(
+    start_sandbox: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed, its tests wrote their 0 before, and nobody looked at it again: a machine out of memory does so."""
+    monkeypatch.setattr(namespace, "_LAST_WORD_S", 0.1)
+    s = await start_sandbox()
+    await out(s, "echo 0 > reward.txt")
+    keeper = psutil.Process(s._host.keeper._process.pid)
+    keeper.suspend()
+    try:
+        _monitor_of(s).kill()
+        await s.stop(delete=True)
+        assert s.interrupted == "it ended, and its keeper does not say why"
+    finally:
+        keeper.resume()
+
+
+async def test_who_ended_it_is_known_also_when_a_time_out_cuts_the_wait_for_it(start_sandbox: Any) -> None:
+    """The keeper takes its time, and the timer of the tests rings before its word: they would be to blame."""
+    s = await start_sandbox()
+    keeper = psutil.Process(s._host.keeper._process.pid)
+    running = asyncio.create_task(s.exec("sleep 60"))
+    await _until(lambda: bool(s._sandbox._groups))
+    keeper.suspend()
+    try:
+        _monitor_of(s).kill()
+        await _until(lambda: s._sandbox is None)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    finally:
+        keeper.resume()
+    await s.stop(delete=True)
+    assert (s.exhausted, s.interrupted) == ("", "signal 9 from outside")
+
+
 async def test_a_transfer_that_was_given_up_does_not_go_on_in_another_sandbox(
     start_sandbox: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

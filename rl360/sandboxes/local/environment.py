@@ -88,6 +88,7 @@ class LocalSandbox(BaseEnvironment):
         self._host: Host | None = None
         self._plan: Plan | None = None
         self._sandbox: SandboxProcess | None = None
+        self._ending: list[SandboxProcess] = []  # of which the keeper has not said how they ended
         self._tests_in_image = False
         self._accounts: tuple[bytes, ...] = ()  # as the sandbox was started with
         # What the policy did to its sandbox, after stop too: memory | disk | lifetime | artifacts: a limit that it ran
@@ -192,9 +193,14 @@ class LocalSandbox(BaseEnvironment):
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             self._note_exhausted(sandbox)
-            await sandbox.stop()
-            self.exhausted = self.exhausted or sandbox.exhausted
-            self.interrupted = self.interrupted or sandbox.interrupted
+            self._ending.append(sandbox)
+        while self._ending:  # also those of an earlier call that was cancelled: how they ended decides
+            ended = self._ending[0]
+            await ended.stop()
+            self.exhausted = self.exhausted or ended.exhausted
+            self.interrupted = self.interrupted or ended.interrupted
+            if ended in self._ending:  # another call may have waited for the same
+                self._ending.remove(ended)
 
     def _note_exhausted(self, sandbox: SandboxProcess) -> None:
         if _is_full(sandbox):

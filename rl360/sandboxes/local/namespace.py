@@ -85,7 +85,7 @@ class SandboxProcess:
         self._ended: asyncio.Future[dict[str, Any]] | None = None
         self._lost_by_itself = False
         self._oom_kills = 0.0  # of the kernel, by its own limit, when it last answered
-        self._halted = self._stopped = False
+        self._asked = self._halted = self._stopped = False
 
     @property
     def running(self) -> bool:
@@ -334,17 +334,16 @@ class SandboxProcess:
         return Disk({"": self.root_fd, **self._tree_fds})
 
     async def stop(self) -> None:
-        """End it and wait until its processes and control groups are gone. Idempotent."""
-        if self._stopped:
-            return
-        self._stopped = True
-        for fd in (self.root_fd, *self._tree_fds.values()):
-            if fd >= 0:
-                os.close(fd)
-        self.root_fd = -1
-        self._tree_fds.clear()
-        if self._halted:
-            self._request({"op": "remove", "folder": self.name.rpartition(".")[2]})
+        """End it and wait until its processes and control groups are gone. Again after a wait that was cancelled."""
+        if not self._stopped:
+            self._stopped = True
+            for fd in (self.root_fd, *self._tree_fds.values()):
+                if fd >= 0:
+                    os.close(fd)
+            self.root_fd = -1
+            self._tree_fds.clear()
+            if self._halted:
+                self._request({"op": "remove", "folder": self.name.rpartition(".")[2]})
         await self._end(keep=False)
 
     def _request(self, message: dict[str, Any]) -> None:
@@ -354,8 +353,8 @@ class SandboxProcess:
     async def _end(self, keep: bool) -> dict[str, Any] | None:
         """Kill it and wait for the keeper's word. None: it did not come in time."""
         event = None
-        if not self._halted:
-            self._halted = keep
+        if not self._asked:
+            self._asked, self._halted = True, keep
             loop = asyncio.get_running_loop()
             if self._stdout >= 0:
                 loop.remove_reader(self._stdout)
@@ -368,7 +367,7 @@ class SandboxProcess:
             with contextlib.suppress(TimeoutError):
                 event = await asyncio.wait_for(asyncio.shield(self._ended), _LAST_WORD_S)
                 self._note(event)
-            if event is None and self._lost_by_itself:
+            if event is None:
                 self.interrupted = "it ended, and its keeper does not say why"
         error = SandboxDied("the sandbox was stopped", self.exhausted)
         for future in self._waiting.values():
@@ -384,8 +383,7 @@ class SandboxProcess:
         limit = event["exhausted"] or ("memory" if event["oom_kills"] > (self._oom_kills if outside else 0) else "")
         outside = "" if limit else outside
         self.exhausted = limit or self.exhausted or ("sandbox" if self._lost_by_itself and not outside else "")
-        if not self.exhausted:
-            self.interrupted = outside
+        self.interrupted = "" if self.exhausted else outside
 
 
 def _interruption(event: dict[str, Any]) -> str:

@@ -383,8 +383,8 @@ def _failed_elsewhere(trial: TrialResult) -> bool:
     """Whether what failed cannot come of a used-up sandbox. One can run into a limit and go on well after it."""
     if trial.agent_metadata.get(HOSTS_FAILURE):
         return True
-    row = EXCEPTIONS.get(trial.exception_type or "")
-    return row is not None and not row.agents and row.cause.startswith(_ELSEWHERE)
+    rows = [EXCEPTIONS.get(name) for name in (trial.exception_type or "", _later(trial)[0])]
+    return any(row is not None and not row.agents and row.cause.startswith(_ELSEWHERE) for row in rows)
 
 
 def is_under_it(name: str) -> bool:
@@ -419,4 +419,4 @@ def _policy_stop(trial: TrialResult, session: Session) -> Stop:
     if session.stop is not None:
         return session.stop
     said = trial.agent_metadata.get("stop")
-    return Stop(said) if said in {s.value for s in Stop} else Stop.FINISHED
+    return Stop(said) if isinstance(said, str) and said in {s.value for s in Stop} else Stop.FINISHED

@@ -169,6 +169,17 @@ def test_a_limit_that_was_run_into_before_something_else_failed(name: str, text:
     assert (verdict.action, verdict.cause) == (Action.REQUEUE, cause)
 
 
+def test_a_limit_that_was_run_into_by_an_agent_that_was_late_before_the_tests_had_no_sandbox() -> None:
+    later = "SandboxBuildFailedError: a new one for the tests did not start"
+    verdict = classify(trial("AgentTimeoutError", agent_s=12.0, exhausted="disk", later_failure=later), session(), 10.0)
+    assert (verdict.action, verdict.cause) == (Action.REQUEUE, "sandbox_build")
+
+
+@pytest.mark.parametrize("said", [["finished"], {"why": 1}, 3, "no such end"])
+def test_what_somebody_elses_agent_calls_its_end_is_no_error_here(said: object) -> None:
+    assert classify(trial(None, {"reward": 1.0}, stop=said), session(), BUDGET_S).stop is Stop.FINISHED
+
+
 @pytest.mark.parametrize("name", ["RuntimeError", "MemoryLimitExceededError", "RewardFileNotFoundError", "ApiError"])
 def test_a_limit_that_can_have_ended_it(name: str) -> None:
     verdict = classify(trial(name, None, exhausted="memory"), session(), BUDGET_S)

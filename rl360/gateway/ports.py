@@ -17,17 +17,25 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Raises OSError when none of 200 random ones is free."""
+    return free_ports(1, host)[0]
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """So many different ones. Raises OSError when 200 random ones more than that are not enough."""
     low, high = _ephemeral_range()
     ports = [port for port in range(FIRST_PORT, LAST_PORT + 1) if not low <= port <= high]
     error = OSError("no port")
-    for port in random.sample(ports, min(TRIES, len(ports))):
+    found: list[int] = []
+    for port in random.sample(ports, min(TRIES + count, len(ports))):
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))
             except OSError as problem:
                 error = problem
-            else:
-                return port
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
     raise error
 
 

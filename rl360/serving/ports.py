@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl360.errors import InfrastructureError
+from rl360.gateway.ports import free_ports
 
 PORTS_PER_SERVER = 2  # HTTP, and the rendezvous of its tensor-parallel ranks
 FREE_TRIES = 20  # for ports of which no other run has thought, too
@@ -30,14 +31,14 @@ class Ports:
 
 
 def claim_ports(num_servers: int, base_port: int, host: str = "127.0.0.1") -> Ports:
-    """Neighbours from `base_port` on, or free ones for 0.
+    """Neighbours from `base_port` on, or for 0 free ones that no outgoing connection is given meanwhile.
 
     Raises `InfrastructureError` `engine_start` naming a port that is taken, or claimed by another run.
     """
     count = PORTS_PER_SERVER * num_servers
     for _ in range(FREE_TRIES):
         try:
-            flat = list(range(base_port, base_port + count)) if base_port else _free(count, host)
+            flat = list(range(base_port, base_port + count)) if base_port else free_ports(count, host)
         except OSError as error:
             raise InfrastructureError("engine_start", f"no port can be had on {host}: {error}") from None
         claims: list[socket.socket] = []
@@ -53,17 +54,6 @@ def claim_ports(num_servers: int, base_port: int, host: str = "127.0.0.1") -> Po
             continue
         return Ports(list(zip(flat[::2], flat[1::2], strict=True)), claims)
     raise InfrastructureError("engine_start", f"no {count} free ports found on {host}; give rollout.sglang.base_port")
-
-
-def _free(count: int, host: str) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]  # all at once, or one comes twice
-    try:
-        for probe in probes:
-            probe.bind((host, 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 def _claim(port: int) -> socket.socket:

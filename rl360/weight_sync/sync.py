@@ -197,9 +197,12 @@ class FleetSync:
         with self._turn:
             yield
 
-    def resident(self, last: bool = False) -> AbstractContextManager[None]:
-        """The trainer has memory of its own, always."""
-        return nullcontext()
+    @contextmanager
+    def resident(self, last: bool = False) -> Iterator[None]:
+        """The trainer has memory of its own, always. Inside nobody else asks its ranks for weights: two calls at once
+        may reach them in different orders, and then each waits for the others for good."""
+        with self._turn:
+            yield
 
     def check_names(self, trainer: Trainer, version: int) -> None:
         """Once, before any engine is paused: the trainer sends every tensor that the model has, and no other.

@@ -241,3 +241,23 @@ def test_a_step_waits_for_nobody_while_a_replacement_starts(start: Callable[...,
     eventually(rig.came)
     with takes(0.0, 0.5), rig.sync.hold():
         assert rig.fleet.serving() == rig.fleet.urls()[1:]
+
+
+def test_a_replacement_gets_no_weights_while_a_checkpoint_is_begun(start: Callable[..., Rig]) -> None:
+    """Both ask all ranks of the trainer; two calls at once may reach them in different orders, and then all wait."""
+    rig = start()
+    said: list[str] = []
+
+    def bring_up(url: str) -> None:
+        said.append("asks")
+        rig.sync.bring_up(url)
+        said.append("has them")
+
+    rig.fleet.bring_up = bring_up
+    with rig.sync.resident():
+        kill(rig.fleet, rig.fleet.urls()[0])
+        eventually(lambda: said == ["asks"])
+        time.sleep(1.0)
+        assert said == ["asks"]
+    eventually(lambda: said == ["asks", "has them"])
+    rig.all_serve(version=0)

@@ -2,7 +2,8 @@
 
 In: an URL and deadlines. Out: replies that were checked, or an `EngineError` with a cause: `engine_refused` (no
 connection, or one that broke before an answer), `engine_timeout`, `engine_status_<code>`, `engine_reply` (an answer
-that is not what the protocol says). Retries, and which engine to ask, are left to the caller.
+that is not what the protocol says), `host_io` (this process can open no more connections). Retries, and which engine to
+ask, are left to the caller.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import aiohttp
 
 from rl360.errors import EngineError
+from rl360.gateway.open_files import USED_UP
 from rl360.gateway.prompt_ids import PromptIds
 
 # Characters of an engine's error body that go into the message.
@@ -182,7 +184,8 @@ class HttpEngine:
         except aiohttp.ClientResponseError as error:
             raise EngineError("engine_reply", f"{where}: not HTTP ({error!r})") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineError("engine_refused", f"{where}: {error!r}") from None
+            ours = isinstance(error, OSError) and error.errno in USED_UP
+            raise EngineError("host_io" if ours else "engine_refused", f"{where}: {error!r}") from None
 
     def _session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()

@@ -23,6 +23,7 @@ from aiohttp import web
 from rl360.errors import ConfigError, InfrastructureError
 from rl360.gateway.engine_client import HttpEngine
 from rl360.gateway.engine_pool import EnginePool
+from rl360.gateway.open_files import allow_many
 from rl360.gateway.openai_api import RequestError, stream_events
 from rl360.gateway.parsers import make_parser
 from rl360.gateway.replies import Services
@@ -96,6 +97,7 @@ class ProxyWorker:
     async def start(self) -> None:
         """Load the tokenizer and listen. Raises ConfigError (folder) or OSError (port taken)."""
         gc.set_threshold(*GC_THRESHOLDS)  # the process is the proxy's alone
+        allow_many()
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="proxy")
         loop = asyncio.get_running_loop()
         tokenizer = await loop.run_in_executor(self._executor, TextTokenizer.from_folder, self._tokenizer_dir)

@@ -87,7 +87,7 @@ class SmgRoute:
             except EngineError as error:
                 if error.cause == "engine_timeout" or refuses_request(error.cause):
                     raise
-                if error.cause in ("smg_refused", "engine_refused"):
+                if error.cause in ("smg_refused", "engine_refused", "host_io"):
                     gone_since = loop.time() if gone_since is None else gone_since
                     if loop.time() - gone_since >= self._gone_for_s:
                         raise

@@ -21,6 +21,7 @@ from typing import Any
 
 from rl360.errors import ConfigError, EngineError, InfrastructureError
 from rl360.gateway.engine_client import HttpEngine
+from rl360.gateway.open_files import allow_many
 from rl360.gateway.smg_process import Listed, SmgProcess, SmgSettings, require_smg
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class SmgWorker:
     async def start(self) -> None:
         """Raises ConfigError when SMG is not installed, InfrastructureError `smg_start` naming what did not come."""
         require_smg()
+        allow_many()  # SMG has it from here
         await self._smg.start(self._start_timeout_s)
         try:
             patience_s = self._start_timeout_s if self._await_all else REGISTER_S

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import resource
 import socket
 import time
 from contextlib import asynccontextmanager
@@ -219,3 +222,23 @@ def test_replies_that_cannot_be_trained_on(reply, words):
 def test_reply_without_tokens_needs_no_logprobs():
     empty = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "0"}}
     assert reply_problem(empty) is None
+
+
+async def test_a_process_without_room_for_a_connection_does_not_blame_the_engine():
+    async def answer(request):
+        return web.json_response(GOOD)
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    kept = []
+    async with serving(answer) as url:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+            with contextlib.suppress(OSError):
+                while True:
+                    kept.append(os.dup(0))
+            said = await cause(url)
+        finally:
+            for handle in kept:
+                os.close(handle)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert said == "host_io"

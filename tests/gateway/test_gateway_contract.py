@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rl360.errors import EngineError, InfrastructureError
@@ -290,3 +292,20 @@ async def test_counts_go_on_when_a_proxy_is_replaced(kind: str, tmp_path: Path) 
                 await asyncio.sleep(0.05)
         after = await made.gateway.counts()
         assert (after["engine_resends"], after["engine_moves"]) == (before["engine_resends"], before["engine_moves"])
+
+
+async def test_more_sessions_than_a_shells_limit_of_open_files(kind: str, tmp_path: Path) -> None:
+    """Each session has two connections; at a limit of 1024, 700 of them made engines look as if they refused."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 2000:
+        pytest.skip(f"this machine allows {limits[1]} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+    try:
+        async with rig(kind, tmp_path) as made:
+            pids = [made.gateway._group.pid(0)]
+            if kind == "smg":
+                pids.append((await made.gateway._smg_group.call(0, "state"))["pid"])
+            for pid in pids:
+                assert psutil.Process(pid).rlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

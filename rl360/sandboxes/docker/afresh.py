@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rl360.sandboxes.artifact_paths import Artifact
 from rl360.sandboxes.docker import archives
-from rl360.sandboxes.docker.client import CALL_TIMEOUT_S, DockerError, TooLarge, checked, save
+from rl360.sandboxes.docker.client import CALL_TIMEOUT_S, DaemonError, DockerError, TooLarge, checked, save
 
 _MAX_NAMES = 20
 
@@ -51,6 +51,8 @@ async def collect(container: str, artifacts: Sequence[Artifact], scratch: Path, 
         raw, clean = scratch / f"left{index}.tar", scratch / f"carry{index}.tar"
         try:
             await _save(raw, limit_bytes, container, artifact.path)
+        except DaemonError:
+            raise
         except DockerError:
             await checked("inspect", container, timeout_s=CALL_TIMEOUT_S)  # a daemon that fails has said nothing of it
             found.append(OnItsWay(artifact, None))  # the agent removed it

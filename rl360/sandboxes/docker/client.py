@@ -20,6 +20,13 @@ from typing import IO
 MAX_OUTPUT_BYTES = 16 * 2**20
 _CHUNK = 2**18
 CALL_TIMEOUT_S = 60.0  # of a docker command that only asks or starts something
+# How a daemon's message ends, as the system words it, when its machine is at its end and not a path in a container.
+_AT_ITS_END = (
+    "too many open files", "too many open files in system", "cannot allocate memory", "no space left on device",
+    "resource temporarily unavailable", "input/output error", "unexpected eof", "connection reset by peer",
+    "broken pipe", "context deadline exceeded", "context canceled",
+)  # fmt: skip
+_NO_DAEMON = ("cannot connect to the docker daemon", "error during connect")
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,10 @@ class Done:
 
 class DockerError(RuntimeError):
     """The docker command failed; the message ends with what it said."""
+
+
+class DaemonError(DockerError):
+    """A read failed of what is the daemon's, such as its descriptors: it says nothing of what a container holds."""
 
 
 class TooLarge(RuntimeError):
@@ -74,7 +85,7 @@ async def checked(*arguments: str, stdin: Path | None = None, timeout_s: float |
 
 
 async def save(target: Path, limit_bytes: int, *arguments: str, timeout_s: float | None = None) -> None:
-    """Run `docker ARGUMENTS` with its output in a file. Raises DockerError, TooLarge and TimeoutError."""
+    """Run `docker ARGUMENTS` with its output in a file. Raises DockerError, DaemonError, TooLarge and TimeoutError."""
     with target.open("wb") as file:
         async with asyncio.timeout(timeout_s), _running(*arguments) as process:
             assert process.stdout is not None
@@ -89,7 +100,15 @@ async def save(target: Path, limit_bytes: int, *arguments: str, timeout_s: float
                 file.write(chunk)
             said = (await errors).decode(errors="replace")
             if await process.wait() != 0:
-                raise DockerError(f"docker {arguments[0]}: {Done(1, '', said).message}")
+                message = Done(1, "", said).message
+                kind = DaemonError if _is_daemons(message) else DockerError
+                raise kind(f"docker {arguments[0]}: {message}")
+
+
+def _is_daemons(message: str) -> bool:
+    """By its end: a name in the middle of it can be an agent's."""
+    plain = message.lower()
+    return plain.endswith(_AT_ITS_END) or plain.startswith(_NO_DAEMON)
 
 
 @contextlib.asynccontextmanager

@@ -34,7 +34,7 @@ from harbor.trial.errors import EnvironmentStartTimeoutError
 from rl360.sandboxes.artifact_paths import Artifact
 from rl360.sandboxes.docker import abilities, host, image, leftovers
 from rl360.sandboxes.docker.afresh import Refusals, collect, removal, restore
-from rl360.sandboxes.docker.client import CALL_TIMEOUT_S, DockerError, Done, TooLarge, checked, docker
+from rl360.sandboxes.docker.client import CALL_TIMEOUT_S, DaemonError, DockerError, Done, TooLarge, checked, docker
 from rl360.sandboxes.docker.container import Container, State
 from rl360.sandboxes.docker.recipe import Limits, Recipe, on_base
 from rl360.sandboxes.shared import (
@@ -255,6 +255,8 @@ class DockerSandbox(DockerEnvironment):
             raise RuntimeError(str(error)) from error
         except TimeoutError as error:
             raise RuntimeRequestError("the docker daemon did not answer in time") from error
+        except DaemonError as error:
+            raise RuntimeRequestError(str(error)) from error
         self.carried = Refusals.of(carried)
         if self.carried.num_refused:
             self.logger.warning("%d artifacts refused: %s", self.carried.num_refused, "; ".join(self.carried.refused))
@@ -383,6 +385,8 @@ class DockerSandbox(DockerEnvironment):
         except (DockerError, TooLarge, OSError) as error:
             if await self._has_ended():
                 raise RuntimeError(f"sandbox ended during a file transfer: {error}") from error
+            if isinstance(error, DaemonError):
+                raise RuntimeRequestError(f"file transfer failed: {error}") from error
             raise RuntimeError(f"file transfer failed: {error}") from error
 
     def _absolute(self, path: str | Path) -> str:

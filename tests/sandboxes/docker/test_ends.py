@@ -12,7 +12,9 @@ from rl360.sandboxes.artifact_paths import Artifact
 from rl360.sandboxes.docker import DockerSandbox
 from rl360.sandboxes.docker.afresh import collect
 from rl360.sandboxes.docker.client import DockerError
+from rl360.sandboxes.docker.container import Container as RealContainer
 from rl360.sandboxes.docker.container import State
+from rl360.sandboxes.docker.environment import RuntimeRequestError
 from tests.sandboxes.docker.test_abilities import fake_docker
 
 
@@ -50,11 +52,22 @@ async def test_how_it_ended(state: State | None, expected: tuple[str, str]) -> N
 
 
 MISSING = "echo Error response from daemon: Could not find the file /app in container c >&2; exit 1"
+NO_FILES = "echo Error response from daemon: tar error on re-exec cmd: pipe2: too many open files >&2; exit 1"
+LOOP = "echo Error response from daemon: evalSymlinksInScope: too many links in /d/app >&2; exit 1"
+NAMED_SO = "echo Could not find the file /no space left on device in container c >&2; exit 1"
 DOWN = "echo Cannot connect to the Docker daemon at unix:///var/run/docker.sock >&2; exit 1"
 
 
 @pytest.mark.parametrize(
-    ("cp", "inspect", "gone"), [(MISSING, "exit 0", True), (DOWN, DOWN, False)], ids=["removed", "daemon down"]
+    ("cp", "inspect", "gone"),
+    [
+        pytest.param(MISSING, "exit 0", True, id="removed"),
+        pytest.param(LOOP, "exit 0", True, id="a link to itself"),
+        pytest.param(NAMED_SO, "exit 0", True, id="a link to a name that reads like an error"),
+        pytest.param(DOWN, DOWN, False, id="daemon down"),
+        pytest.param(DOWN, "exit 0", False, id="daemon down for a moment"),
+        pytest.param(NO_FILES, "exit 0", False, id="daemon out of descriptors"),  # it still answers what is small
+    ],
 )
 async def test_a_daemon_that_fails_is_not_an_agent_that_removed_its_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cp: str, inspect: str, gone: bool
@@ -65,5 +78,17 @@ async def test_a_daemon_that_fails_is_not_an_agent_that_removed_its_answer(
         (one,) = await collect("c", artifacts, tmp_path, 1000)
         assert one.archive is None
         return
-    with pytest.raises(DockerError, match="Cannot connect"):
+    with pytest.raises(DockerError, match=r"Cannot connect|too many open files"):
         await collect("c", artifacts, tmp_path, 1000)
+
+
+async def test_an_artifact_that_the_daemon_could_not_read_is_no_missing_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Harbor's separate verifier goes on without what cannot be downloaded; the name says whose failure it was."""
+    fake_docker(tmp_path, monkeypatch, f"case $1 in cp) {NO_FILES} ;; inspect) echo true false 0 ;; esac")
+    sandbox: Any = DockerSandbox.__new__(DockerSandbox)
+    sandbox._container, sandbox._image_workdir = RealContainer("c", tmp_path), "/app"
+    sandbox.task_env_config = SimpleNamespace(workdir=None)
+    with pytest.raises(RuntimeRequestError, match="too many open files"):
+        await sandbox.download_dir("/app", tmp_path / "there")

@@ -42,7 +42,7 @@ class RunRecord:
         self.loggers = list(loggers)
         self._requeued_lock = threading.Lock()
         self._requeued = 0  # training tries since the last row of metrics
-        self.iterations_done = 0
+        self.iterations_done: int | None = None  # None: not known before `resume_at`
 
     # ---- rollout events ----------------------------------------------------------------------------------------------
 

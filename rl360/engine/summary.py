@@ -63,7 +63,7 @@ def summarize(
         "attempts": dict(attempts),
         "masked_by_cause": dict(masked_by_cause),
         "wall_s": round(wall_s, 3),
-        "step_s_median": _step_s_median(Path(run_dir)),
+        "step_s_median": _step_s_median(Path(run_dir), iterations),
         "seed": seed,
         "code_version": code_version(),
         "packages": packages(),
@@ -80,7 +80,8 @@ class Counts(Protocol):
 def summarize_run(
     config: RootConfig, run_dir: Path, record: Counts, reason: str, *, wall_s: float, iterations: int | None = None
 ) -> dict[str, Any]:
-    """`summarize` for a run that just ended. iterations None: as many as have decided training attempts."""
+    """`summarize` for a run that just ended. iterations None: as many as have decided training attempts; so for a
+    resume that failed before it knew where to go on."""
     if iterations is None:
         done = [i for i in Trajectories(run_dir).iterations() if _training_attempts(run_dir, i, i + 1)]
         iterations = max(done, default=-1) + 1
@@ -149,11 +150,11 @@ def _mean(values: Any) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
 
 
-def _step_s_median(run_dir: Path) -> float | None:
+def _step_s_median(run_dir: Path, iterations: int) -> float | None:
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return None
     # A line without an end was cut off by a full disk or a crash.
     rows = (json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
-    steps = [row["time/step_s"] for row in rows if row.get("time/step_s") is not None]
+    steps = [r["time/step_s"] for r in rows if r["iteration"] < iterations and r.get("time/step_s") is not None]
     return statistics.median(steps) if steps else None

@@ -78,6 +78,15 @@ def test_numbers_worked_by_hand(tmp_path):
     assert json.loads(write_summary(tmp_path, summary).read_text()) == summary
 
 
+def test_iterations_that_a_resume_undid_are_in_no_number(tmp_path):
+    """It went back to the second iteration and was stopped before it logged anything: later rows are still there."""
+    rows = [{"iteration": i, "time/step_s": s} for i, s in enumerate([4.0, 1.0, 3.0, 9.0])]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with write_run(tmp_path, [[0.0, 0.5], [1.0, 0.0], [1.0, 1.0]]) as ledger:
+        summary = summarize_run(RootConfig(), tmp_path, ledger, "interrupted", wall_s=1.0, iterations=2)
+    assert (summary["reward_best"], summary["step_s_median"]) == (0.5, 2.5)
+
+
 def test_a_run_without_any_attempt(tmp_path):
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         summary = summarize_run(RootConfig(), tmp_path, ledger, "failed", wall_s=1.0)

@@ -1,0 +1,31 @@
+"""What a run leaves when it ends before its loop begins."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+
+from rl360.config.schemas import RootConfig
+from rl360.engine import run
+from rl360.errors import CheckpointError
+from tests.engine.test_summary import write_run
+
+
+def test_a_resume_that_fails_before_it_knows_where_to_go_on_keeps_the_runs_numbers(tmp_path, monkeypatch):
+    """A damaged checkpoint, say: the summary said that nothing had been trained, and had no reward."""
+    write_run(tmp_path, [[0.0, 0.5], [1.0, 0.5]]).close()
+
+    def damaged(*args, **rest):
+        raise CheckpointError("trainer.pt: its bytes are not those that were saved")
+
+    monkeypatch.setattr(run.CheckpointStore, "latest", damaged)
+    monkeypatch.setattr(run, "build_tasks", lambda config: ([], []))
+    monkeypatch.setattr(run, "TaskCursor", lambda tasks, seed: None)
+    with pytest.raises(CheckpointError, match="its bytes"):
+        run.run_experiment(RootConfig(output_dir=str(tmp_path)), OmegaConf.create({}))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["exit_reason"], summary["iterations"]) == ("failed", 2)
+    assert (summary["reward_first"], summary["reward_last"], summary["success_rate_last"]) == (0.25, 0.75, 0.25)
+    assert summary["attempts"]["trained"] == 4

@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
         return _report(problems) or run_hydra(single)  # Hydra prints one config or runs several, not both
     if (folder := resume_folder(request)) is not None:
         if request.multirun:
-            return _report(["resume: continues one run; leave out -m"])
+            return _report([_ONE_RUN])
         return _start(resumed(request, folder), folder)
     points = _examined_points(request)
     if problems := [problem for _, examined in points for problem in examined.problems]:
@@ -119,6 +119,8 @@ def check(arguments: Sequence[str]) -> int:
         return run(arguments)  # what only prints is the same for both
     request = _request(parsed)
     if (folder := resume_folder(request)) is not None:
+        if request.multirun:
+            return _report([_ONE_RUN])
         examined = _examine(resumed(request, folder), folder)
         return _report(examined.problems) or _show_plan(examined, folder)
     points = _examined_points(request)
@@ -184,6 +186,9 @@ def view(arguments: Sequence[str]) -> int:
     return serve_pages(arguments)
 
 
+_ONE_RUN = "resume: continues one run; leave out -m"
+_ONE_FOLDER = "output_dir: one folder for the points of a multirun; expected paths.outputs, or hydra.sweep.dir"
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run,
     "check": check,
@@ -241,6 +246,12 @@ def _examined_points(request: Request) -> list[tuple[Composed, Examined]]:
 
     points = compose_points(request) if is_multirun(request) else [compose(request)]
     examined = [(point, _examine(point, None)) for point in points]
+    if is_multirun(request):
+        unwritable = _sweep_folder_problems(request)
+        for index, (point, result) in enumerate(examined):
+            ours = unwritable if point.values.get("output_dir") is None else [*unwritable, _ONE_FOLDER]
+            if ours:
+                examined[index] = (point, replace(result, config=None, problems=(*result.problems, *ours)))
     if len(points) == 1:
         return examined
     everywhere = set.intersection(*(set(e.problems) for _, e in examined))
@@ -252,6 +263,15 @@ def _examined_points(request: Request) -> list[tuple[Composed, Examined]]:
         seen |= everywhere
         labelled.append((point, replace(result, problems=tuple(new))))
     return labelled
+
+
+def _sweep_folder_problems(request: Request) -> list[str]:
+    from rl360.config.compose import sweep_folder
+    from rl360.diagnostics.machine import write_problem
+
+    folder = sweep_folder(request)
+    problem = write_problem(folder) if folder is not None else None
+    return [f"hydra.sweep.dir: {problem}; expected a folder that can be written"] if problem else []
 
 
 def _show_plan(examined: Examined, folder: Path | None) -> int:
@@ -283,7 +303,7 @@ def _launcher(examined: Examined):  # type: ignore[no-untyped-def]  # launchers 
 
 def _start(composed: Composed, resume_from: Path | None, run_dir: Path | None = None, in_process: bool = True) -> int:
     """Check, save resolved.yaml and plan.json, and run. run_dir: null lets the config or the clock decide."""
-    from rl360.config.run_folder import new_run_dir, save
+    from rl360.config.run_folder import RESOLVED, new_run_dir, save
     from rl360.engine.state import only_writer
 
     examined = _examine(composed, resume_from)
@@ -293,6 +313,8 @@ def _start(composed: Composed, resume_from: Path | None, run_dir: Path | None = 
     config = examined.config
     folder = resume_from or run_dir or Path(config.output_dir or new_run_dir(config.paths.outputs, config.name))
     folder = folder.absolute()
+    if run_dir is not None and (folder / RESOLVED).exists():  # the same hydra.sweep.dir as an earlier sweep
+        return _report([f"hydra.sweep.dir: {folder} already holds a run; expected a folder of this sweep's own"])
     launcher = _launcher(examined)
     plan = launcher.plan(config, examined.found, folder)
     for warning in plan.warnings:

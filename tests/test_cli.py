@@ -212,6 +212,33 @@ def test_a_bad_point_is_named_before_any_point_starts(said, arguments, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
+def test_a_multirun_has_no_folder_of_one_run(said, arguments, tmp_path):
+    for command in ("run", "check"):
+        code, _, err = said(command, "-m", *arguments, "seed=0,1", f"output_dir={tmp_path / 'one'}")
+        assert (code, "output_dir: one folder for the points of a multirun" in err) == (1, True)
+        code, _, err = said(command, "-m", *arguments, f"resume={tmp_path}")
+        assert (code, "resume: continues one run; leave out -m" in err) == (1, True)
+
+
+def test_a_sweeps_folder_is_its_own(said, arguments, tmp_path):
+    """The second would have gone on in the first's runs, with its own settings."""
+    assert said("run", "-m", *arguments, "seed=0,1")[0] == 0
+    (sweep,) = {folder.parent for folder in runs(tmp_path)}
+    assert sweep.name.startswith("sweep-")
+    assert len(sweep.name.split("-")) == 4  # date, time, and what keeps two sweeps of one second apart
+    before = [(folder / "resolved.yaml").read_text() for folder in runs(tmp_path)]
+    code, _, err = said("run", "-m", *arguments, "iterations=20", "seed=0,1", f"hydra.sweep.dir={sweep}")
+    assert (code, err.count("already holds a run")) == (1, 2)
+    assert [(folder / "resolved.yaml").read_text() for folder in runs(tmp_path)] == before
+
+
+def test_a_sweeps_folder_that_cannot_be_made_is_said(said, arguments, tmp_path):
+    (tmp_path / "file").write_text("")
+    for command in ("run", "check"):
+        code, _, err = said(command, "-m", *arguments, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'file' / 'sweep'}")
+        assert (code, f"hydra.sweep.dir: {tmp_path / 'file'} is a file" in err) == (1, True)
+
+
 def test_sweep_lists_studies_and_suggests(said):
     assert "learning_rate" in said("sweep", "--help")[1]
     code, _, err = said("sweep", "learning_rat")
@@ -234,6 +261,8 @@ def test_cfg_job_prints_and_checks_keys(said):
         ("--experiment=quickstart", "keys are written without dashes: experiment=quickstart"),
         ("--trainer.learning_rate=1", "keys are written without dashes: trainer.learning_rate=1"),
         ("--multi", "no such flag"),
+        ("--experimental-rerun=x", "--experimental-rerun: not supported"),
+        ("--config-path=conf", "--config-path: not supported"),
     ],
 )
 def test_a_flag_that_is_none_starts_nothing(said, monkeypatch, given, expected):

@@ -7,22 +7,21 @@ torch, Harbor and transformers are never imported here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
 from rl360.config.combinations import combination_problems
+from rl360.config.components import entry_problems, target_problems
 from rl360.config.compose import Composed
 from rl360.config.files import Found, look
-from rl360.config.schemas import SCHEMAS, ComposedConfig, MegatronTrainerConfig, RootConfig, schema_of
-from rl360.config.targets import OWN_PREFIXES, Constructor, TargetError, allowed, argument_problems, constructor
+from rl360.config.schemas import SCHEMAS, ComposedConfig, RootConfig, schema_of
 from rl360.config.walk import Walker
 
-# What rl360.engine.build passes besides the config's own keys.
-_PROVIDED = {"reward": ("name",), "logger": (), "algorithm": ()}
+_NOT_OURS = ("hydra", "experiment")
 
 
 class Loaded(NamedTuple):
@@ -56,6 +55,11 @@ def examine(composed: Composed, run_dir: Path | None = None, resuming: bool = Fa
     if not composed.values and composed.problems:  # not even the primary config: the rest would be about defaults
         return Examined(None, composed.values, composed.choices, found, composed.problems)
     problems = [*composed.problems, *problems, *found.problems]
+    if composed.values.get("resume") is not None and not resuming:
+        problems.append(
+            "resume: given by a config file, where it would not be heeded; expected it on the command line, as in "
+            f"rl360 run resume={composed.values['resume']}"
+        )
     unique = tuple(dict.fromkeys(line for problem in problems for line in problem.splitlines()))
     return Examined(None if unique else config, composed.values, composed.choices, found, unique)
 
@@ -67,14 +71,20 @@ def _typed(
     plain: Any = OmegaConf.to_container(values, resolve=True) if isinstance(values, DictConfig) else values
     schemas = {group: schema_of(group, _target(plain.get(group))) for group in SCHEMAS}
     walker = Walker(_owners(plain, choices), schemas, _elsewhere(schemas))
-    fitting = walker.section({key: value for key, value in plain.items() if key != "hydra"}, ComposedConfig)
+    outside = "experiment" in plain  # what an experiment's file says is the root's, or it is nobody's
+    fitting = walker.section({key: value for key, value in plain.items() if key not in _NOT_OURS}, ComposedConfig)
     problems = list(walker.problems)
+    if outside:
+        problems.append(
+            f"experiment: {choices.get('experiment', 'its file')} does not set the root's keys; expected "
+            "`# @package _global_` as the file's very first line"
+        )
     prefixes = fitting.get("allow_targets", [])
     sets: dict[str, dict[str, Any]] = {}
     for group in ("reward", "logger"):
         sets[group] = {}
         for name, entry in fitting.pop(group, {}).items():
-            problems.extend(_entry_problems(group, name, entry, prefixes))
+            problems.extend(entry_problems(group, name, entry, prefixes))
             if isinstance(entry, Mapping) and isinstance(entry.get("_target_"), str):
                 arguments = {key: value for key, value in entry.items() if key != "_target_"}
                 sets[group][name] = {"_target_": entry["_target_"], "kwargs": arguments}
@@ -89,7 +99,7 @@ def _typed(
     problems.extend(f"{key}: needs a value" for key in sorted(unset - reported))
     config = OmegaConf.to_object(merged)
     assert isinstance(config, RootConfig)
-    problems.extend(_target_problems(config))
+    problems.extend(target_problems(config))
     problems.extend(combination_problems(config))
     return config, problems, unset
 
@@ -118,53 +128,3 @@ def _owners(values: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, 
         if choices.get(key) not in (None, "None", "default", "none"):
             owners[key] = choices[key]
     return owners
-
-
-def _entry_problems(group: str, name: str, entry: Any, prefixes: list[str]) -> Iterator[str]:
-    path = f"{group}.{name}"
-    if not isinstance(entry, Mapping):
-        yield f"{path}: {entry!r}; expected a section with _target_ and its arguments"
-        return
-    target = entry.get("_target_")
-    if not isinstance(target, str) or target == "???":
-        yield f"{path}._target_: needs a value; expected the class, such as rl360.rewards.verifier.VerifierReward"
-        return
-    found = yield from _checked_target(f"{path}._target_", target, prefixes)
-    if found is not None:
-        arguments = {key: value for key, value in entry.items() if key != "_target_"}
-        yield from (f"{path}.{p}" for p in argument_problems(found, arguments, _PROVIDED[group]))
-
-
-def _checked_target(path: str, target: str, prefixes: list[str]) -> Any:
-    """A generator of problems that returns the `Constructor`, or None."""
-    if not allowed(target, prefixes):
-        yield f"{path}: {target} is not allowed; expected rl360. or launchers., or add its module to allow_targets"
-        return None
-    try:
-        return constructor(target)
-    except TargetError as error:
-        yield f"{path}: {error}"
-    except (OSError, SyntaxError) as error:
-        yield f"{path}: {target} cannot be read ({error})"
-    return None
-
-
-def _target_problems(config: RootConfig) -> Iterator[str]:
-    prefixes = list(config.allow_targets)
-    for group in ("algorithm", "trainer", "rollout", "gateway", "cluster"):
-        section = getattr(config, group)
-        found: Constructor | None = yield from _checked_target(f"{group}._target_", section._target_, prefixes)
-        if found is not None and group in _PROVIDED:
-            given = {key: value for key, value in vars(section).items() if key != "_target_"}
-            yield from (f"{group}.{p}" for p in argument_problems(found, given, _PROVIDED[group]))
-    if isinstance(config.trainer, MegatronTrainerConfig):
-        yield from _checked_target("trainer.rank_target", config.trainer.rank_target, prefixes)
-    for group in ("agent", "sandbox"):
-        section = getattr(config, group)
-        found = yield from _checked_target(f"{group}.import_path", section.import_path, prefixes)
-        if found is not None:
-            # Harbor passes its own arguments besides; only names that nothing takes are wrong. Its classes take any
-            # name and drop it: of ours whose bases could all be read, a name that none of them has is a slip.
-            if section.import_path.startswith(OWN_PREFIXES) and found.all_named:
-                found = replace(found, accepts_any=False)
-            yield from (f"{group}.kwargs.{p}" for p in argument_problems(found, section.kwargs, found.required))

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 
+from rl360.config.arguments import argument_value_problems
 from rl360.config.compose import SECRET_KEY
 from rl360.config.forecast import keeps_best
 from rl360.config.gateway import gateway_problems
@@ -75,7 +76,7 @@ RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "trainer.max_grad_norm": (0, None, False),
     "trainer.max_tokens_per_gpu": (1, None, False),
     "trainer.logprob_chunk_tokens": (1, None, False),
-    "trainer.num_threads": (0, None, False),
+    "trainer.num_threads": (0, 4096, False),  # torch starts every one of them
     "trainer.step_timeout_s": (0, None, True),
     "trainer.start_timeout_s": (0, None, True),
     "rollout.temperature": (0, None, True),
@@ -150,6 +151,7 @@ def combination_problems(config: RootConfig) -> list[str]:
         *gateway_problems(config),
         *megatron_problems(config),
         *_agent(config),
+        *argument_value_problems(config),
         *_deadlines(config),
         *_secrets(config),
         *_evaluation(config),
@@ -279,10 +281,18 @@ def _engine(config: RootConfig) -> Iterator[str]:
         yield from _asynchronous(config)
     for url in rollout.engine_urls:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(url):
             yield f"rollout.engine_urls: {url!r} is not a URL; expected http://host:port"
-    if len(set(rollout.engine_urls)) != len(rollout.engine_urls):
+    if len({url.rstrip("/") for url in rollout.engine_urls}) != len(rollout.engine_urls):
         yield "rollout.engine_urls: the same URL twice; expected each engine once"
+
+
+def _has_port(url: str) -> bool:
+    """Whether its port can be one; none at all is the scheme's."""
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 def _asynchronous(config: RootConfig) -> Iterator[str]:
@@ -384,6 +394,11 @@ def _evaluation(config: RootConfig) -> Iterator[str]:
         yield (
             f"evaluation.tasks: null with evaluation.every {config.evaluation.every}; expected a folder of tasks that "
             "are not trained on, or evaluation.every=0"
+        )
+    if config.evaluation.at_start and config.evaluation.every == 0:
+        yield (
+            "evaluation.at_start: true with evaluation.every 0, which turns every evaluation off; expected an every of "
+            "at least 1, above iterations for the one at the start alone"
         )
     if config.evaluation.k > 1 and config.evaluation.temperature == 0:
         yield f"evaluation.k: {config.evaluation.k} greedy attempts are all the same; expected k 1 or a temperature"

@@ -34,7 +34,7 @@ from yaml import YAMLError
 
 from rl360.config.locate import conf_folder
 from rl360.config.names import suggestion
-from rl360.config.resolvers import register_resolvers
+from rl360.config.resolvers import absolute, register_resolvers
 from rl360.config.schemas import SCHEMAS, ComposedConfig
 from rl360.errors import ConfigError
 
@@ -125,9 +125,22 @@ def is_multirun(request: Request) -> bool:
     return not isinstance(primary, str) and primary.hydra.mode == RunMode.MULTIRUN
 
 
+def sweep_folder(request: Request) -> Path | None:
+    """Where Hydra puts a multirun; None where that cannot be said, which is reported elsewhere."""
+    with _loader(request) as loader:
+        read = {text: _parsed(loader, text) for text in request.overrides}
+        single = [text for text, one in read.items() if not isinstance(one, str) and not one.is_sweep_override()]
+        primary = _load(loader, request, single, RunMode.MULTIRUN)
+        try:
+            return None if isinstance(primary, str) else Path(str(primary.hydra.sweep.dir))
+        except OmegaConfBaseException:
+            return None
+
+
 def from_config(config: DictConfig, choices: Mapping[str, Any], overrides: Sequence[str] = ()) -> Composed:
     """What Hydra composed itself, as it hands it to the task function."""
     values, unresolved = _resolved(config)
+    values = _with_absolute_paths(values)
     return Composed(values, {str(k): str(v) for k, v in choices.items()}, tuple(unresolved), tuple(overrides))
 
 
@@ -191,12 +204,17 @@ def _compose(loader: ConfigLoader, request: Request, overrides: Sequence[str]) -
         return Composed({}, {}, tuple(problems), tuple(overrides))
     choices = {str(k): str(v) for k, v in config.hydra.runtime.choices.items()}
     values, unresolved = _resolved(config)
+    values = _with_absolute_paths(values)
     return Composed(values, choices, (*problems, *unresolved), tuple(overrides))
 
 
 def _override_problem(loader: ConfigLoader, request: Request, override: Override) -> str | None:
     """What is wrong with one override by itself; keys and values are left to the schema."""
     name = override.key_or_group
+    if name == "hydra.searchpath":
+        return _searchpath_problem(override)
+    if name == "hydra.job.chdir" and override.value() is True:
+        return "hydra.job.chdir: true would look for relative paths in each point's own folder; expected false"
     if name == "hydra" or name.startswith(("hydra.", "hydra/")):
         return None
     if override.is_sweep_override():
@@ -225,7 +243,25 @@ def _options(loader: ConfigLoader, request: Request, group: str) -> list[str]:
 
 def _search_paths(request: Request) -> list[str]:
     """The overrides that add a site's own folders: they decide which options there are."""
-    return [text for text in request.overrides if text.lstrip("+").startswith("hydra.searchpath=")]
+    texts = [text for text in request.overrides if text.lstrip("+").startswith("hydra.searchpath=")]
+    return [text for text in texts if _usable_searchpath(text)]
+
+
+def _usable_searchpath(text: str) -> bool:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException:
+        return False
+    return _searchpath_problem(override) is None
+
+
+def _searchpath_problem(override: Override) -> str | None:
+    """Hydra warns of a folder that is not there, and goes on without a site's own options."""
+    folders = override.value()
+    if not isinstance(folders, list):
+        return f"hydra.searchpath: {folders!r} is no list; expected 'hydra.searchpath=[file://<folder>]', in quotes"
+    missing = [str(f) for f in folders if "pkg://" not in str(f) and not Path(str(f).removeprefix("file://")).is_dir()]
+    return f"hydra.searchpath: no folder {', '.join(missing)} from {Path.cwd()}" if missing else None
 
 
 def _lenient(loader: ConfigLoader, request: Request, override: Override, text: str) -> str:
@@ -295,6 +331,26 @@ def _resolved(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
     return {key: value for key, value in values.items() if value is not _DROP}, problems
 
 
+def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """A run is continued, and its processes may run, in another folder than the one where the command was given."""
+
+    def at(node: Any, keys: tuple[str, ...]) -> Any:
+        if not keys:
+            return absolute(node) if isinstance(node, str) and node and node != "???" else node
+        if not isinstance(node, dict) or keys[0] not in node:
+            return node
+        return {**node, keys[0]: at(node[keys[0]], keys[1:])}
+
+    for path in _PATHS:
+        values = at(values, tuple(path.split(".")))
+    base = values.get("sandbox", {}).get("base") if isinstance(values.get("sandbox"), dict) else None
+    return at(values, ("sandbox", "base")) if isinstance(base, str) and os.sep in base else values
+
+
+_PATHS = (
+    *("model.path", "tasks.path", "evaluation.tasks.path", "output_dir"),
+    *("paths.models", "paths.cache", "paths.outputs"),
+)
 _DROP = object()
 _RAISED_INSIDE = re.compile(r"^\w+ raised while resolving interpolation: ")
 SECRET_KEY = re.compile(r"(^|[._])(api_?key|key|token|secret|password|credential)s?$", re.IGNORECASE)

@@ -22,6 +22,7 @@ from rl360.config.forecast_trainer import trainer_gpus
 from rl360.config.gateway import gateway_machine_problems
 from rl360.config.gpu_memory import GpuForecast, gpu_forecast
 from rl360.config.megatron import megatron_machine_problems
+from rl360.config.one_process import one_process_problems
 from rl360.config.schemas import ClusterConfig, MegatronTrainerConfig, ModelConfig, RootConfig, TasksConfig
 from rl360.config.serving import serving_warnings
 from rl360.config.serving_machine import command_problems, look_at_servers, port_problems, with_servers
@@ -72,6 +73,7 @@ def look(config: RootConfig, run_dir: Path | None = None, resuming: bool = False
     if found.shape is None:
         _expected_shape(config, found)
     _gpus(config, found)
+    found.problems.extend(one_process_problems(config, found.shape, lambda: _visible(len(gpus()))))
     _tasks(config, found)
     _output(config, found, run_dir, resuming)
     _sandbox(config, found)

@@ -28,8 +28,14 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser = get_args_parser()
     parser.allow_abbrev = False
     parsed, unknown = parser.parse_known_args(list(arguments))
-    if unknown:
-        raise ConfigError([_unknown_argument(argument) for argument in unknown])
+    problems = [_unknown_argument(argument) for argument in unknown]
+    # Hydra's main would heed these; ours composes by itself, and the default run would start.
+    if parsed.experimental_rerun is not None:
+        problems.append("--experimental-rerun: not supported; a run is continued with resume=<its folder>")
+    if parsed.config_path is not None:
+        problems.append("--config-path: not supported: conf/ of RL360 is needed; add a folder with --config-dir")
+    if problems:
+        raise ConfigError(problems)
     return parsed
 
 

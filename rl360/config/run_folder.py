@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ def new_run_dir(outputs: str, name: str) -> Path:
     """`<outputs>/<name>/<time>-<id>`, absolute. The id keeps two runs of one second apart."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     return Path(outputs).absolute() / name / f"{stamp}-{secrets.token_hex(2)}"
+
+
+@cache
+def process_id() -> str:
+    """Four hexadecimal digits that keep two processes of one second apart; the same for all of one."""
+    return secrets.token_hex(2)
 
 
 def save(run_dir: Path, values: Mapping[str, Any], plan: Mapping[str, Any]) -> None:

@@ -35,6 +35,14 @@ class Constructor:
     all_named: bool = True  # all base classes were read: what is not in `annotations` is taken by nobody that we know
 
 
+@dataclass(frozen=True, slots=True)
+class Methods:
+    """What a class has by name. `awaited`: whether it is `async def`; None: not to be told from the source."""
+
+    awaited: Mapping[str, bool | None]
+    all_read: bool  # all bases were read: a name that is not there is not there
+
+
 class TargetError(Exception):
     """The target cannot be used; the text says why and what to try."""
 
@@ -51,6 +59,41 @@ def constructor(target: str) -> Constructor:
     if not module or not name:
         raise TargetError(f"{target!r} is not module.Class")
     return _class_in(module, name, _MAX_HOPS)
+
+
+def methods(target: str) -> Methods:
+    """The methods of a class and of its bases. Raises `TargetError`."""
+    module, _, name = target.rpartition(":" if ":" in target else ".")
+    return _methods_in(module, name, _MAX_HOPS)
+
+
+def _methods_in(module: str, name: str, hops: int) -> Methods:
+    node, module, hops = _found(module, name, hops)
+    if node is None:
+        return Methods({}, all_read=False)
+    awaited: dict[str, bool | None] = {}
+    all_read = not any("dataclass" not in ast.unparse(decorator) for decorator in node.decorator_list)
+    for base in node.bases:
+        if isinstance(base, ast.Name) and base.id in _WITHOUT_KEYWORDS:
+            continue
+        if not isinstance(base, ast.Name):
+            all_read = False
+            continue
+        try:
+            found = _methods_in(module, base.id, hops - 1)
+        except (TargetError, OSError, SyntaxError):
+            all_read = False
+            continue
+        awaited = {**found.awaited, **awaited}
+        all_read = all_read and found.all_read
+    for statement in _statements(node.body):
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            plain = not statement.decorator_list
+            awaited[statement.name] = isinstance(statement, ast.AsyncFunctionDef) if plain else None
+        elif isinstance(statement, ast.Assign | ast.AnnAssign):
+            names = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            awaited |= {name.id: None for name in names if isinstance(name, ast.Name)}
+    return Methods(awaited, all_read and not {"__getattr__", "__getattribute__", "__new__"} & awaited.keys())
 
 
 def argument_problems(target: Constructor, given: Mapping[str, Any], provided: Iterable[str]) -> list[str]:
@@ -80,6 +123,11 @@ def _type_problem(value: Any, annotation: str) -> str | None:
     if any(fits_type(value, _SIMPLE_TYPES[option]) for option in options if option != "None"):
         return None
     return f"{value!r}; expected {annotation}"
+
+
+def source_of(module: str) -> ast.Module:
+    """A module's source. Raises `TargetError`, OSError and SyntaxError."""
+    return _source(module)[0]
 
 
 def _source(module: str) -> tuple[ast.Module, ModuleSpec]:
@@ -113,19 +161,27 @@ def _statements(body: Iterable[ast.stmt]) -> Iterable[ast.stmt]:
 
 
 def _class_in(module: str, name: str, hops: int) -> Constructor:
-    if hops == 0:
+    node, module, hops = _found(module, name, hops)
+    if node is None:
         return Constructor(name, {}, (), accepts_any=True, all_named=False)
+    return _constructor_of(node, module, hops)
+
+
+def _found(module: str, name: str, hops: int) -> tuple[ast.ClassDef | None, str, int]:
+    """A class's source, its own module, and the hops that are left; None where there were too many."""
+    if hops == 0:
+        return None, module, 0
     tree, spec = _source(module)
     names = []
     for statement in _statements(tree.body):
         if isinstance(statement, ast.ClassDef):
             if statement.name == name:
-                return _constructor_of(statement, module, tree, spec, hops)
+                return statement, module, hops
             names.append(statement.name)
         elif isinstance(statement, ast.ImportFrom):
             for alias in statement.names:
                 if (alias.asname or alias.name) == name:
-                    return _class_in(_absolute(statement, module, spec), alias.name, hops - 1)
+                    return _found(_absolute(statement, module, spec), alias.name, hops - 1)
     raise TargetError(f"no class {name} in {module}{suggestion(name, names)}")
 
 
@@ -138,7 +194,7 @@ def _absolute(statement: ast.ImportFrom, module: str, spec: ModuleSpec) -> str:
     return f"{package}.{statement.module}" if statement.module else package
 
 
-def _constructor_of(node: ast.ClassDef, module: str, tree: ast.Module, spec: ModuleSpec, hops: int) -> Constructor:
+def _constructor_of(node: ast.ClassDef, module: str, hops: int) -> Constructor:
     bases = [base for base in node.bases if not (isinstance(base, ast.Name) and base.id in _WITHOUT_KEYWORDS)]
     methods = {s.name: s for s in node.body if isinstance(s, ast.FunctionDef)}
     if "__init__" in methods:

@@ -17,6 +17,7 @@ SETS = ("reward", "logger")  # several options at once
 # What an option cannot know: where the servers of `external` are, and that the model speaks in tool calls.
 NEEDED = {
     "rollout=external": ("rollout.engine_urls=[http://127.0.0.1:30000]",),
+    "reward=[format_penalty]": ("reward=[verifier,format_penalty]",),  # it is taken from what the verifier gave
     "agent=bash": ("model.tool_parser=hermes",),
     "trainer=megatron": ("rollout=external", "rollout.engine_urls=[http://127.0.0.1:30000]"),
 }

@@ -67,6 +67,7 @@ def test_every_kind_of_problem_at_once_with_the_option_in_its_name():
 def test_a_reward_of_ones_own_is_checked_by_its_constructor(tmp_path, monkeypatch):
     (tmp_path / "lab_rewards.py").write_text(
         "class Brevity:\n    def __init__(self, name: str, weight: float, limit: int = 10): ...\n"
+        "    async def score(self, task, attempts, deadline_s): ...\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     own = {"_target_": "lab_rewards.Brevity", "weight": 0.1}
@@ -129,3 +130,22 @@ def test_a_keyword_that_a_sandbox_or_an_agent_of_ours_does_not_take_is_named():
     handed_on = values("agent=harbor")
     handed_on["agent"]["kwargs"]["anything"] = 1  # the named agent may know it
     assert load(handed_on).problems == ()
+
+
+def test_an_experiment_whose_keys_are_not_the_roots_says_its_first_line(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("name: mine\nseed: 3\n")
+    (tmp_path / "experiment" / "blank.yaml").write_text("")
+    for name in ("mine", "blank"):
+        composed = compose(Request((f"hydra.searchpath=[file://{tmp_path}]", f"experiment={name}")))
+        assert load(composed.values, composed.choices).problems == (
+            f"experiment: {name} does not set the root's keys; expected `# @package _global_` as the file's very "
+            "first line",
+        )
+
+
+def test_resume_in_a_file_is_not_dropped_without_a_word():
+    composed = Composed({**values(), "resume": "/somewhere/run"})
+    expected = "resume: given by a config file, where it would not be heeded"
+    assert any(problem.startswith(expected) for problem in examine(composed).problems)
+    assert not any(problem.startswith(expected) for problem in examine(composed, resuming=True).problems)

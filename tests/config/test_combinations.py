@@ -148,6 +148,16 @@ CASES = [
     ({"agent.kwargs": {"command_timeout_s": 31}}, "agent.kwargs.command_timeout_s: 31 s for a command and 120 s for"),
     ({"cluster.no_progress_s": 100.0}, "cluster.no_progress_s: 100 s would end a run during one slow trial"),
     ({"evaluation.every": 5}, "evaluation.tasks: null with evaluation.every 5"),
+    ({"evaluation.at_start": True}, "evaluation.at_start: true with evaluation.every 0, which turns every evaluation"),
+    ({"trainer.num_threads": 5000}, "trainer.num_threads: 5000; expected at most 4096"),
+    (
+        {"rollout.engine": "external", "rollout.sync": "disk", "rollout.engine_urls": ["http://a:99999"]},
+        "rollout.engine_urls: 'http://a:99999' is not a URL; expected http://host:port",
+    ),
+    (
+        {"rollout.engine": "external", "rollout.sync": "disk", "rollout.engine_urls": ["http://a:1", "http://a:1/"]},
+        "rollout.engine_urls: the same URL twice",
+    ),
     ({"evaluation.k": 2, "evaluation.temperature": 0.0}, "evaluation.k: 2 greedy attempts are all the same"),
     ({"trainer.betas": [0.9]}, "trainer.betas: [0.9]; expected two numbers"),
     ({"trainer.betas": [0.9, 1.0]}, "trainer.betas: [0.9, 1.0]; expected two numbers"),

@@ -132,3 +132,32 @@ def test_points_are_the_grid_of_file_and_command_line():
 def test_governed_keys_say_what_an_override_sets():
     request = Request(("iterations=3", "logger=[jsonl]", "experiment=quickstart", "+trainer.lr=1"))
     assert list(governed_keys(request).values()) == ["iterations", "logger", "", "trainer.lr"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("hydra.searchpath=[file:///no/such/folder]", "hydra.searchpath: no folder file:///no/such/folder from "),
+        ("hydra.searchpath=file:///tmp", "hydra.searchpath: 'file:///tmp' is no list; expected 'hydra.searchpath=["),
+        ("hydra.job.chdir=true", "hydra.job.chdir: true would look for relative paths"),
+    ],
+)
+def test_hydras_own_keys_that_would_mislead(given, expected):
+    (problem,) = compose(Request((given, "experiment=quickstart"))).problems
+    assert problem.startswith(expected)
+
+
+def test_paths_do_not_depend_on_where_the_command_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    given = ("model.path=m", "output_dir=o", "tasks.path='~/pool'", "paths.cache=../c", "sandbox.base=roots/a")
+    composed = compose(Request(given))
+    assert composed.problems == ()
+    found = composed.values
+    assert found["model"]["path"] == str(tmp_path / "m")
+    assert found["output_dir"] == str(tmp_path / "o")
+    assert found["tasks"]["path"] == "/home/somebody/pool"
+    assert found["paths"]["cache"] == f"{tmp_path}/../c"
+    assert found["sandbox"]["base"] == str(tmp_path / "roots" / "a")
+    untouched = compose(Request(())).values
+    assert (untouched["model"]["path"], untouched["sandbox"]["base"]) == (None, "auto")

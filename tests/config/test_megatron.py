@@ -119,7 +119,10 @@ def test_hydra_itself_composes_it_too():
 
 
 def test_a_trainer_of_ones_own_has_the_keys_of_the_first_option(tmp_path, monkeypatch):
-    (tmp_path / "lab_trainers.py").write_text("class Mine:\n    def __init__(self, **kwargs): ...\n")
+    (tmp_path / "lab_trainers.py").write_text(
+        "from rl360.trainers.torch_trainer import TorchTrainer\n"
+        "class Mine(TorchTrainer):\n    def __init__(self, **kwargs): ...\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     values = composed("allow_targets=[lab_trainers]")
     values["trainer"] = {"_target_": "lab_trainers.Mine", "num_threads": 2}

@@ -66,6 +66,7 @@ class Ledger:
         self._started: dict[str, Started] = {}
         self._outcomes: dict[str, Outcome] = {}
         self._next_try: dict[str, int] = {}  # by attempt id
+        self.earlier_s = 0.0  # from the first to the last row of each process before this one, all together
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a+b")  # noqa: SIM115 closed by close()
         self._replay()
@@ -243,14 +244,21 @@ class Ledger:
     def _replay(self) -> None:
         self._file.seek(0)
         good_end = 0
+        spans: list[list[float]] = []  # a process begins with a rollback
         for number, line in enumerate(self._file, start=1):
             if not line.endswith(b"\n"):
                 break  # cut off by a crash
             try:
-                self._apply(json.loads(line))
+                row = json.loads(line)
+                self._apply(row)
             except (ValueError, KeyError) as error:
                 raise CheckpointError(f"{self.path}, line {number}: not a ledger row ({error!r})") from error
             good_end += len(line)
+            if (at := row.get("at")) is not None:
+                if row["event"] == "rollback" or not spans:
+                    spans.append([at, at])
+                spans[-1][1] = at
+        self.earlier_s = sum(max(0.0, end - begin) for begin, end in spans)
         self._file.truncate(good_end)
         self._file.seek(0, os.SEEK_END)
 

@@ -156,6 +156,10 @@ class RunRecord:
     def counts(self) -> dict[str, int]:
         return self._ledger.counts()
 
+    def earlier_s(self) -> float:
+        """Wall seconds of the processes before this one, as far as the ledger tells."""
+        return self._ledger.earlier_s
+
     def masked_by_cause(self) -> dict[str, int]:
         return self._ledger.masked_by_cause()
 

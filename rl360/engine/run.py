@@ -54,7 +54,7 @@ def run_experiment(config: RootConfig, resolved: DictConfig) -> dict[str, Any]:
         stack.enter_context(_log_file(run_dir))
         record = RunRecord(run_dir)
         stack.callback(_close_record, record, run_dir)
-        earlier_wall_s = _earlier_wall_s(run_dir)
+        earlier_wall_s = _earlier_wall_s(run_dir, record)
         (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier process: no longer true from here on
 
         def write_down(reason: str, error: str | None = None) -> dict[str, Any]:
@@ -148,12 +148,13 @@ def _train(
                 parts.trainer.publish(run_dir / "checkpoints" / "hf")
 
 
-def _earlier_wall_s(run_dir: Path) -> float:
-    """Seconds that earlier processes of this run spent, by the summary that the last of them left."""
+def _earlier_wall_s(run_dir: Path, record: RunRecord) -> float:
+    """Seconds that earlier processes of this run spent, by the summary that the last of them left. One that was killed
+    left none: then by the ledger, whose rows end with the last thing that it did."""
     try:
         return float(json.loads((run_dir / "summary.json").read_text())["wall_s"])
     except (OSError, ValueError, KeyError):
-        return 0.0
+        return record.earlier_s()
 
 
 def _starting_state(store: CheckpointStore, checkpoint: Checkpoint | None, cursor: TaskCursor) -> RunState:

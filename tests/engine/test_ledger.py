@@ -211,3 +211,22 @@ def test_kill_9_loses_nothing_that_was_written(tmp_path):
     with Ledger(path) as ledger:
         assert ledger.counts()["trained"] == 5
         assert [one.try_id for one in ledger.open_tries()] == [make_spec(member=5).try_id]
+
+
+def test_seconds_of_earlier_processes_are_told_by_their_rows(tmp_path, monkeypatch):
+    """Two processes of 5 and 2 s, an hour apart, the second killed in a write; then one whose clock was set back."""
+    path, clock = tmp_path / "ledger.jsonl", iter([100.0, 105.0, 3705.0, 3707.0, 9000.0, 8000.0])
+    monkeypatch.setattr("rl360.engine.ledger.time.time", lambda: next(clock))
+    for member, told in enumerate([0.0, 5.0]):
+        with Ledger(path) as ledger:
+            assert ledger.earlier_s == told
+            ledger.rollback(0)
+            ledger.started(make_spec(member=member))
+    with open(path, "a") as file:
+        file.write('{"event": "started", "at": 3709')
+    with Ledger(path) as ledger:
+        assert ledger.earlier_s == 7.0
+        ledger.rollback(0)
+        ledger.started(make_spec(member=2))
+    with Ledger(path) as ledger:
+        assert ledger.earlier_s == 7.0

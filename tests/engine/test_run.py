@@ -9,7 +9,9 @@ from omegaconf import OmegaConf
 
 from rl360.config.schemas import RootConfig
 from rl360.engine import run
+from rl360.engine.ledger import Ledger
 from rl360.errors import CheckpointError
+from tests.engine.records import make_spec
 from tests.engine.test_summary import write_run
 
 
@@ -29,3 +31,23 @@ def test_a_resume_that_fails_before_it_knows_where_to_go_on_keeps_the_runs_numbe
     assert (summary["exit_reason"], summary["iterations"]) == ("failed", 2)
     assert (summary["reward_first"], summary["reward_last"], summary["success_rate_last"]) == (0.25, 0.75, 0.25)
     assert summary["attempts"]["trained"] == 4
+
+
+def test_the_time_of_a_killed_process_counts(tmp_path, monkeypatch):
+    """It leaves no summary, and took away that of the process before it: 3 h and 1 h were no time at all."""
+    clock = iter([0.0, 10800.0, 90000.0, 93600.0])
+    with monkeypatch.context() as patch:
+        patch.setattr("rl360.engine.ledger.time.time", lambda: next(clock))
+        for member in range(2):
+            with Ledger(tmp_path / "ledger.jsonl") as ledger:
+                ledger.rollback(0)
+                ledger.started(make_spec(member=member))
+
+    def train(*args, **rest):
+        """At once."""
+
+    monkeypatch.setattr(run, "_train", train)
+    config = RootConfig(output_dir=str(tmp_path))
+    for _ in range(2):  # the second one goes by the summary of the first
+        wall_s = run.run_experiment(config, OmegaConf.create({}))["wall_s"]
+        assert 14400.0 <= wall_s < 14400.0 + 600.0

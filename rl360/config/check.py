@@ -57,7 +57,7 @@ def examine(composed: Composed, run_dir: Path | None = None, resuming: bool = Fa
     problems = [*composed.problems, *problems, *found.problems]
     if composed.values.get("resume") is not None and not resuming:
         problems.append(
-            "resume: given by a config file, where it would not be heeded; expected it on the command line, as in "
+            "resume: would not be heeded here; expected it on the command line of rl360 run or check, as in "
             f"rl360 run resume={composed.values['resume']}"
         )
     unique = tuple(dict.fromkeys(line for problem in problems for line in problem.splitlines()))

@@ -55,14 +55,15 @@ def gateway_machine_problems(config: RootConfig) -> Iterator[str]:
         yield "gateway.api_key_env: the variable that it names is not set; expected the engines' key in it"
     if isinstance(gateway, SmgGatewayConfig) and importlib.util.find_spec("smg") is None:
         yield "gateway: smg is not installed; it is in the extra `cluster`: pip install 'rl360[cluster]'"
-    if error := _bind_error(gateway.host, 0):
+    if error := bind_error(gateway.host, 0):
         yield f"gateway.host: {gateway.host} is no address of this machine ({error}); expected one, such as 127.0.0.1"
         return
     for key in ("port", "smg_port", "metrics_port"):
         yield from _port_problem(gateway, key)
 
 
-def _bind_error(host: str, port: int) -> str | None:
+def bind_error(host: str, port: int) -> str | None:
+    """Why nothing here can listen at it; None when something can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -75,5 +76,5 @@ def _bind_error(host: str, port: int) -> str | None:
 def _port_problem(gateway: GatewayConfig, key: str) -> Iterator[str]:
     """A fixed port that somebody else holds is said before anything starts."""
     port = getattr(gateway, key, 0)
-    if port and (error := _bind_error(gateway.host, port)):
+    if port and (error := bind_error(gateway.host, port)):
         yield f"gateway.{key}: {port} on {gateway.host} cannot be used ({error}); expected a free one, or 0 to take any"

@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from rl360.config.gateway import bind_error
 from rl360.config.gpu_memory import layout_of
 from rl360.config.schemas import ClusterConfig, MegatronTrainerConfig, RootConfig
 from rl360.errors import ConfigError
@@ -53,12 +54,16 @@ def megatron_problems(config: RootConfig) -> Iterator[str]:
 def megatron_machine_problems(config: RootConfig) -> Iterator[str]:
     """What the trainer needs and this machine has not, where its ranks run here; elsewhere they say it themselves."""
     trainer = config.trainer
-    if not isinstance(trainer, MegatronTrainerConfig) or not trainer.transformer_engine:
+    if not isinstance(trainer, MegatronTrainerConfig) or config.cluster._target_ != ClusterConfig._target_:
         return
-    here = (
-        config.cluster._target_ == ClusterConfig._target_ and trainer.rank_target == MegatronTrainerConfig.rank_target
-    )
-    if here and importlib.util.find_spec("transformer_engine") is None:
+    address, port = urlsplit(trainer.init_method), _port(trainer.init_method)
+    if address.hostname and port is not None and (error := bind_error(address.hostname, port)):
+        yield (
+            f"trainer.init_method: {trainer.init_method} is no free place of this machine, where the ranks run "
+            f"({error}); expected tcp://127.0.0.1:0, or a free port of an address of it"
+        )
+    ours = trainer.rank_target == MegatronTrainerConfig.rank_target
+    if ours and trainer.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
         yield f"trainer.transformer_engine: true, and Transformer Engine is not installed; try {TE_INSTALL}, or false"
 
 

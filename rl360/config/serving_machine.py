@@ -102,6 +102,11 @@ def _count(config: RootConfig, num_cards: int | None, found: Looked) -> None:
     servers += f" {settings.tensor_parallel_size} need{'s' if settings.num_servers == 1 else ''} {needed} GPU"
     servers += "" if needed == 1 else "s"
     has = f"this machine has {num_cards or 'none'}"
+    if num_cards > 0 and taken == 0 and config.rollout.sync == "nccl":
+        found.problems.append(
+            f"rollout.sync: nccl, and {has} GPU{'s' if num_cards > 1 else ''} of which the trainer uses none: its "
+            "weights are on the CPU, where NCCL sends nothing from; expected disk, or a trainer on a GPU"
+        )
     if num_cards == 0:
         found.problems.append(
             f"rollout.sglang: {servers}, {has}; try a cluster, or the embedded engine as a server: "
@@ -117,5 +122,10 @@ def _count(config: RootConfig, num_cards: int | None, found: Looked) -> None:
         together = f"rollout.sglang: {servers}, the trainer takes {taken}, and {has}"
         if isinstance(config.trainer, MegatronTrainerConfig):
             found.problems.append(f"{together}; try fewer servers, or rollout.sglang.colocated=true rollout.sync=ipc")
+        elif config.rollout.sync == "nccl":
+            found.problems.append(
+                f"{together}, so two ranks of one group would share a GPU, which rollout.sync=nccl cannot; expected "
+                "ipc or disk"
+            )
         else:
             found.warnings.append(f"{together}: they share GPUs and keep all their memory")

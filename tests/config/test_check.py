@@ -146,6 +146,6 @@ def test_an_experiment_whose_keys_are_not_the_roots_says_its_first_line(tmp_path
 
 def test_resume_in_a_file_is_not_dropped_without_a_word():
     composed = Composed({**values(), "resume": "/somewhere/run"})
-    expected = "resume: given by a config file, where it would not be heeded"
+    expected = "resume: would not be heeded here"
     assert any(problem.startswith(expected) for problem in examine(composed).problems)
     assert not any(problem.startswith(expected) for problem in examine(composed, resuming=True).problems)

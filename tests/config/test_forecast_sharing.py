@@ -177,6 +177,27 @@ def test_cards_that_suffice(sglang):
     assert "they share GPUs and keep all their memory" in shared.warnings[0]
 
 
+@pytest.mark.parametrize(
+    ("device", "num_cards", "text"),
+    [
+        (
+            "auto",
+            1,
+            "so two ranks of one group would share a GPU, which rollout.sync=nccl cannot; expected ipc or disk",
+        ),
+        ("cpu", 1, "rollout.sync: nccl, and this machine has 1 GPU of which the trainer uses none"),
+        ("cpu", 8, "rollout.sync: nccl, and this machine has 8 GPUs of which the trainer uses none"),
+        ("auto", 2, None),
+    ],
+)
+def test_nccl_needs_a_gpu_on_each_side(sglang, device, num_cards, text):
+    """The first was a warning, and the run then ended on it; the second failed in the first sync."""
+    config = sglang(**{"rollout.sync": "nccl"})
+    config.trainer.device = device
+    found = look_at_servers(config, None, None, num_cards).problems
+    assert [text in problem for problem in found] == [True] * (text is not None)
+
+
 def test_what_sglang_would_not_start_with(sglang):
     uneven = look_at_servers(sglang(**{"rollout.sglang.tensor_parallel_size": 2}), SMOLLM2, H200, None)
     assert any("3 key/value heads: neither divides the other" in problem for problem in uneven.problems)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import socket
 import subprocess
 import sys
 
@@ -213,6 +214,21 @@ def test_each_rule(megatron, changes, text):
     problems = combination_problems(megatron(**changes))
     assert len(problems) == 1
     assert problems[0].startswith(text)
+
+
+def test_ranks_meet_on_this_machine(megatron):
+    """Elsewhere they waited for trainer.start_timeout_s, with the GPUs."""
+    assert not list(megatron_machine_problems(megatron()))
+    foreign = megatron(**{"trainer.init_method": "tcp://192.0.2.1:29500"})  # RFC 5737: nobody's address
+    (problem,) = megatron_machine_problems(foreign)
+    assert problem.startswith("trainer.init_method: tcp://192.0.2.1:29500 is no free place of this machine")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        there = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        assert len(list(megatron_machine_problems(megatron(**{"trainer.init_method": there})))) == 1
+    elsewhere = {"trainer.init_method": "tcp://192.0.2.1:29500", "cluster._target_": "launchers.other.Launcher"}
+    assert not list(megatron_machine_problems(megatron(**elsewhere)))
 
 
 def test_a_missing_transformer_engine_is_named_where_the_ranks_would_run(megatron, monkeypatch):

@@ -63,6 +63,7 @@ class ColocatedSync(FleetSync):
         self._owner = trainer
         self._trainer_has_memory = False
         self._meanwhile = ExitStack()  # what lasts from the release of engines to their return
+        self._failure: EngineError | None = None  # of a replacement's hand-over: engines have no memory for good
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -102,11 +103,22 @@ class ColocatedSync(FleetSync):
             if not asyncio.run(self._answers(url)):  # its memory was needed, or it died while it waited here
                 raise EngineError("engine_refused", f"{url} has ended")
             urls = (*self._set.serving(), url)
-            lost = self._take_memory(urls, newcomer=url)
-            urls = tuple(one for one in urls if one not in lost)
-            lost |= asyncio.run(self._return_memory(self._trainer, self._version, urls, newcomer=url))
+            try:
+                lost = self._take_memory(urls, newcomer=url)
+                urls = tuple(one for one in urls if one not in lost)
+                lost |= asyncio.run(self._return_memory(self._trainer, self._version, urls, newcomer=url))
+            except Exception as error:  # the trainer's: what engines do wrong is in `lost`
+                said = f"the hand-over of memory for {url} failed: {error!r}"
+                self._failure = EngineError("weight_version", said)
+                raise self._failure from error
             if url in lost:
                 raise EngineError("weight_version", lost[url])
+
+    def check(self) -> None:
+        """As FleetSync's. Raises EngineError, too, when a hand-over for a replacement failed halfway."""
+        if self._failure is not None:
+            raise self._failure
+        super().check()
 
     async def _answers(self, url: str) -> bool:
         engine = self._make_engine(url)
@@ -120,6 +132,8 @@ class ColocatedSync(FleetSync):
 
     def _take_memory(self, urls: Sequence[str], newcomer: str | None = None) -> Failures:
         """Engines give their memory to the trainer; nothing, where it has it."""
+        if self._failure is not None:
+            raise self._failure
         if self._trainer_has_memory:
             return {}
         self._meanwhile.enter_context(self._set.suspended())

@@ -278,6 +278,25 @@ def test_a_replacement_that_hangs_as_weights_arrive_is_left_and_started_again(
         fleet.close()
 
 
+@pytest.mark.parametrize("step", ["onload", "trim", "offload"])
+def test_a_trainer_that_fails_as_a_replacement_gets_its_weights_ends_the_run(
+    step: str, fleet: Fleet, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All engines have given their memory away by then, and nobody would give it back: sessions waited for good."""
+    trainer, sync, _ = make(fleet, folder, 21)
+    sync.check()
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer, step, fail)
+    for pid in servers(fleet, fleet.urls()[0]):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"weight_version: the hand-over of memory for .*CUDA out of memory"):
+        eventually(lambda: sync.check() is not None)
+    sync.close()
+
+
 def test_a_server_that_starts_when_its_memory_is_needed_is_ended_and_started_later(fleet: Fleet, folder: Path) -> None:
     trainer, sync, _ = make(fleet, folder, 11)
     late, other = fleet.urls()

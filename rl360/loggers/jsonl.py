@@ -4,8 +4,8 @@ In: scalars by iteration. Out: `<run_dir>/metrics.jsonl`, each row `{"iteration"
 texts are left to the trajectory files, which hold all of them.
 
 A value that is NaN or infinite is written as null, because JSON has neither. A resumed run overwrites: the first row
-that it logs removes all later ones, and a row that is logged again takes the new values and keeps what only the old
-one had.
+that it logs removes all later ones and takes the place of its own, of which the evaluation alone stays: that came
+before the checkpoint and is not made again. What only the old row had (a cause of masking, `train/skipped`) is not so.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from rl360.loggers.scalars import before_the_checkpoint
 
 FILE = "metrics.jsonl"
 
@@ -38,6 +40,8 @@ class JsonlLogger:
         """Add scalars to the iteration's row. Iterations must not decrease after the first call."""
         if not self._aligned:
             self._align(iteration)
+            if self._last is not None and self._last["iteration"] == iteration:
+                self._last = {"iteration": iteration, **before_the_checkpoint(self._last, scalars)}
         values = {name: _finite(value) for name, value in scalars.items()}
         with open(self._file(), "r+b") as file:
             if self._last is not None and self._last["iteration"] == iteration:

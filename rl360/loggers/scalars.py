@@ -7,7 +7,11 @@ Every scalar has one axis, the iteration.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+EVALUATION = "eval/"  # the only scalars of an iteration that are logged before its checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,14 @@ _PATTERNS = [
     (re.compile(re.sub(r"<\w+>", "[^/]+", re.escape(s.name).replace(r"\<", "<").replace(r"\>", ">"))), s)
     for s in SCALARS
 ]
+
+
+def before_the_checkpoint(old: Mapping[str, Any], new: Mapping[str, float]) -> dict[str, Any]:
+    """Of the scalars of an iteration that a resume begins with, those that it does not make again: the evaluation, as
+    long as `new`, what it logs, has none of its own."""
+    if any(name.startswith(EVALUATION) for name in new):
+        return {}
+    return {name: value for name, value in old.items() if name.startswith(EVALUATION)}
 
 
 def describe(name: str) -> str:

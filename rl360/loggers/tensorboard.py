@@ -7,7 +7,7 @@ them together.
 
 A resumed run writes another file that begins with a session-start event at its first iteration, by which TensorBoard
 drops what the earlier files have from there on. An evaluation of that iteration came before the checkpoint and is not
-made again, so scalars of that one step that the resumed run does not log itself are carried over.
+made again, so its scalars are carried over, and nothing else of that step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl360.loggers.scalars import describe
+from rl360.loggers.scalars import before_the_checkpoint, describe
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -57,8 +57,8 @@ class TensorBoardLogger:
         self._begin(iteration)
         if iteration != self._first_iteration:
             self._flush_carried()
+        self._carried = before_the_checkpoint(self._carried, scalars)
         for name, value in scalars.items():
-            self._carried.pop(name, None)
             self._scalar(iteration, name, float(value))
 
     def log_text(self, iteration: int, name: str, text: str) -> None:
@@ -99,8 +99,7 @@ class TensorBoardLogger:
         if self._earlier:
             self._write_session_start(iteration)
             self._write_hparams()
-            if iteration > 0:  # at 0 nothing came before a checkpoint; all is made again
-                self._carried = _scalars_at(self._earlier, iteration)
+            self._carried = before_the_checkpoint(_scalars_at(self._earlier, iteration), {})
 
     def _flush_carried(self) -> None:
         carried, self._carried = self._carried, {}

@@ -53,6 +53,29 @@ def test_a_resume_removes_later_rows_and_keeps_the_evaluation_of_its_own(tmp_pat
     ]
 
 
+def test_a_row_that_is_made_again_keeps_nothing_but_the_evaluation(tmp_path):
+    """Else three attempts stay masked by a cause that no attempt of the new row has, and a skipped step has a loss."""
+    logger = started(tmp_path)
+    logger.log(1, {"eval/success_rate": 0.5, "eval/task/a/success_rate": 0.5})
+    logger.log(1, {"train/loss": 0.2, "rollout/samples_masked": 3, "rollout/masked/engine_timeout": 3})
+    started(tmp_path).log(1, {"train/skipped": 1, "rollout/samples_masked": 0})
+    assert rows(tmp_path) == [
+        {
+            "iteration": 1,
+            "eval/success_rate": 0.5,
+            "eval/task/a/success_rate": 0.5,
+            "train/skipped": 1.0,
+            "rollout/samples_masked": 0.0,
+        }
+    ]
+    again = started(tmp_path)  # an evaluation that is made again is whole: nobody gave a verdict on task a this time
+    again.log(1, {"eval/success_rate": 0.25, "eval/task/b/success_rate": 0.25})
+    again.log(1, {"train/loss": 0.1})
+    assert rows(tmp_path) == [
+        {"iteration": 1, "eval/success_rate": 0.25, "eval/task/b/success_rate": 0.25, "train/loss": 0.1}
+    ]
+
+
 def test_a_resume_that_logs_nothing_changes_nothing(tmp_path):
     started(tmp_path).log(0, {"a": 1})
     started(tmp_path).finish({})

@@ -111,6 +111,21 @@ def test_a_resume_shows_no_point_twice(tmp_path):
     assert texts(tmp_path, "sample/0") == [(0, "old 0"), (1, "old 1"), (2, "new 2"), (3, "new 3"), (4, "new 4")]
 
 
+@pytest.mark.parametrize("iteration", [0, 2])
+def test_of_an_iteration_that_is_made_again_only_the_evaluation_stays(tmp_path, iteration):
+    """Also of the first one: an evaluation before it is in a checkpoint, and is not made again."""
+    logger = started(tmp_path, seed=1)
+    logger.log(iteration, {"eval/success_rate": 0.5})
+    logger.log(iteration, {"train/loss": 0.25, "rollout/masked/engine_timeout": 3.0})
+    logger._writer.close()
+    logger = started(tmp_path, seed=1)
+    logger.log(iteration, {"train/skipped": 1.0})
+    logger.finish({"iterations": iteration + 1})
+    assert points(tmp_path, "eval/success_rate") == [(iteration, 0.5)]
+    assert points(tmp_path, "train/skipped") == [(iteration, 1.0)]
+    assert points(tmp_path, "train/loss") == points(tmp_path, "rollout/masked/engine_timeout") == []
+
+
 def test_two_crashes_at_the_same_iteration(tmp_path):
     for _ in range(3):
         logger = started(tmp_path, seed=1)

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from rl360.config.check import load
 from rl360.config.compose import Composed, Request, compose, governed_keys
 from rl360.config.files import Found
 from rl360.config.run_folder import PLAN, RESOLVED
@@ -41,6 +42,24 @@ _WHERE_IT_TRAINS = (
     "init_method",
 )
 
+# Of servers that the run starts: where they are, what they may hold, and how they are watched.
+_WHERE_IT_SERVES = (
+    "num_servers",
+    "tensor_parallel_size",
+    "devices",
+    "base_port",
+    "mem_fraction_static",
+    "max_running_requests",
+    "start_timeout_s",
+    "health_interval_s",
+    "health_timeout_s",
+    "health_failures",
+    "straggler_s",
+    "max_restarts",
+    "bucket_gib",
+    "engines_per_group",
+)
+
 # What does not change what is learnt: how long, where, and what is written about it.
 RESUMABLE = (
     "iterations",
@@ -55,18 +74,21 @@ RESUMABLE = (
     "rollout.engine_urls",
     "rollout.request_timeout_s",
     "rollout.drain_timeout_s",
+    "rollout.kv_cache_gib",
+    *(f"rollout.sglang.{key}" for key in _WHERE_IT_SERVES),
     *(f"trainer.{key}" for key in _WHERE_IT_TRAINS),
 )
 _WORDS = (
-    *(key for key in RESUMABLE if not key.startswith("trainer.")),
+    *(key for key in RESUMABLE if not key.startswith(("trainer.", "rollout.sglang."))),
+    f"of rollout.sglang {', '.join(_WHERE_IT_SERVES)}",
     f"of trainer {', '.join(_WHERE_IT_TRAINS)}",
 )
 _SET_BY_RESUME = ("resume", "output_dir")
 
 
 def resume_folder(request: Request) -> Path | None:
-    """The folder of `resume=...`, absolute; None when the command line has none, or null."""
-    for text in request.overrides:
+    """The folder of `resume=...`, absolute; None when the command line has none, or null. As of any key the last."""
+    for text in reversed(request.overrides):
         key, _, value = text.lstrip("+").partition("=")
         if key == "resume":
             value = value.strip("'\"")
@@ -84,15 +106,23 @@ def resumed(request: Request, folder: Path) -> Composed:
     fresh = compose(asked) if others else Composed(saved)
     problems = list(fresh.problems)
     values: Any = OmegaConf.create(saved)
-    for text, root in governed_keys(asked).items() if others else ():
-        for key in _differences(saved, fresh.values, root):
-            if _permitted(key):
-                OmegaConf.update(values, key, _get(fresh.values, key), merge=False, force_add=True)
-            else:
-                problems.append(
-                    f"{key}: {_get(fresh.values, key)!r} ({text}) differs from {_get(saved, key)!r} of the saved run; "
-                    f"on resume only {', '.join(_WORDS)} may change"
-                )
+    roots = governed_keys(asked) if others else {}
+    given = [(text, key) for text, root in roots.items() for key in _differences(saved, fresh.values, root)]
+    unknown = _unknown_keys(saved, {key: _get(fresh.values, key) for _, key in given if not _has(saved, key)})
+    refused = []
+    for text, key in given:
+        if key in unknown:
+            problems.append(unknown[key])
+        elif not _permitted(key):
+            now, before = _get(fresh.values, key), _get(saved, key)
+            refused.append(f"{key}: {now!r} ({text}) differs from {before!r} of the saved run")
+        elif _has(fresh.values, key):
+            OmegaConf.update(values, key, _get(fresh.values, key), merge=False, force_add=True)
+        else:  # taken away, as by ~logger.console
+            section, _, name = key.rpartition(".")
+            (OmegaConf.select(values, section) if section else values).pop(name, None)
+    if refused:
+        problems += [*refused[:-1], f"{refused[-1]}; on resume only {', '.join(_WORDS)} may change"]
     values["resume"] = values["output_dir"] = str(folder)
     problems.extend(_nothing_left(folder, values.get("iterations")))
     return Composed(OmegaConf.to_container(values), {}, tuple(problems), request.overrides)  # type: ignore[arg-type]
@@ -127,6 +157,17 @@ def _saved(folder: Path) -> tuple[dict[str, Any], str | None]:
     return {str(key): value for key, value in saved.items()}, None
 
 
+def _unknown_keys(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Slips among the keys that the command line gives and the saved run does not have: key -> problem."""
+    if not new:
+        return {}
+    values = OmegaConf.create(dict(saved))
+    for key, value in new.items():
+        OmegaConf.update(values, key, value, merge=False, force_add=True)
+    problems = {problem.partition(":")[0]: problem for problem in load(values).problems if ": unknown key" in problem}
+    return {key: problem for key, problem in problems.items() if key in new}
+
+
 def _nothing_left(folder: Path, iterations: Any) -> list[str]:
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -148,9 +189,17 @@ def _differences(saved: Mapping[str, Any], fresh: Mapping[str, Any], root: str) 
     """Paths under `root` whose values differ; a whole permitted subtree counts as one."""
     old, new = (_get(saved, root), _get(fresh, root)) if root else (saved, fresh)
     if isinstance(old, Mapping) and isinstance(new, Mapping) and not (root and _permitted(root)):
+        if old.get("_target_") != new.get("_target_"):  # another class: its keys say nothing more
+            return [f"{root}._target_"]
         keys = [key for key in (*old, *(k for k in new if k not in old)) if root or key not in _SET_BY_RESUME]
         return [found for key in keys for found in _differences(saved, fresh, f"{root}.{key}" if root else str(key))]
     return [root] if old != new else []
+
+
+def _has(values: Mapping[str, Any], path: str) -> bool:
+    section, _, name = path.rpartition(".")
+    found = _get(values, section) if section else values
+    return isinstance(found, Mapping) and name in found
 
 
 def _get(values: Mapping[str, Any], path: str) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from rl360.config.check import load
 from rl360.config.compose import Request, compose
 from rl360.config.files import Found
 from rl360.config.resume import changed_tasks, resume_folder, resumed
@@ -46,7 +47,41 @@ def test_every_other_change_is_named_with_both_values(run):
         "seed: 8 (seed=8) differs from 7",
         "trainer.learning_rate: 0.1 (trainer.learning_rate=0.1) differs from 2e-05",
     ]
-    assert "only iterations, logger, cluster" in composed.problems[0]
+    assert ["only iterations, logger, cluster" in problem for problem in composed.problems] == [False, True]  # once
+
+
+def test_another_class_is_one_difference(run):
+    (problem,) = resumed(Request((f"resume={run}", "trainer=megatron")), run).problems
+    assert problem.startswith("trainer._target_: 'rl360.trainers.megatron.trainer.MegatronTrainer' (trainer=megatron)")
+
+
+def test_a_misspelt_key_is_called_that(run):
+    """It "differs from None of the saved run" also where the right one may change."""
+    slips = ("rollout.concurency=3", "trainer.num_thread=2", "foo=1")
+    problems = resumed(Request((f"resume={run}", *slips)), run).problems
+    assert [problem.partition("; ")[0] for problem in problems] == [
+        "rollout.concurency: unknown key for QueueRollout",
+        "trainer.num_thread: unknown key for TorchTrainer",
+        "foo: unknown key",
+    ]
+
+
+def test_a_resume_may_have_other_servers(run):
+    """Fewer GPUs than the run began with are no reason to lose it."""
+    changes = ("rollout.sglang.num_servers=2", "rollout.sglang.devices=[4,5]", "rollout.kv_cache_gib=0.5")
+    composed = resumed(Request((f"resume={run}", *changes)), run)
+    assert composed.problems == ()
+    assert composed.values["rollout"]["sglang"]["devices"] == [4, 5]
+    assert composed.values["rollout"]["kv_cache_gib"] == 0.5
+    (problem,) = resumed(Request((f"resume={run}", "rollout.sglang.dtype=float32")), run).problems
+    assert problem.startswith("rollout.sglang.dtype: 'float32'")
+
+
+def test_what_may_change_may_be_taken_away(run):
+    composed = resumed(Request((f"resume={run}", "~logger.console")), run)
+    assert composed.problems == ()
+    assert list(composed.values["logger"]) == ["tensorboard", "jsonl"]
+    assert load(composed.values, composed.choices).problems == ()
 
 
 def test_an_experiment_given_again_must_be_the_saved_one(run):
@@ -109,6 +144,7 @@ def test_a_changed_data_set_is_noticed(run):
         (("resume=null",), None),
         (("resume=/a/b",), Path("/a/b")),
         (("+resume='/a/b c'",), Path("/a/b c")),
+        (("resume=/a", "seed=1", "resume=/b"), Path("/b")),  # the last, as of every key
     ],
 )
 def test_where_resume_points(overrides, folder):

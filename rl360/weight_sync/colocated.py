@@ -25,6 +25,7 @@ from rl360.types import SyncReport
 from rl360.weight_sync.calls import Failures
 from rl360.weight_sync.engine import WeightEngine
 from rl360.weight_sync.sync import IDLE_WAIT_S, FleetSync, Push, ServingSet, Timing
+from rl360.weight_sync.threads import in_thread
 from rl360.weight_sync.transports import Transport
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ class ColocatedSync(FleetSync):
         try:
             began = time.monotonic()
             await self._transport.prepare(trainer, version, push.left)
-            await asyncio.to_thread(self._owner.trim)
+            await in_thread(self._owner.trim)
             prepared = time.monotonic()
             push.hurry(newcomer, self._usual_s)
             await push.everyone(lambda engine: engine.resume_memory((WEIGHTS,)), slow=True)
@@ -177,7 +178,7 @@ class ColocatedSync(FleetSync):
                 push.drop(await self._differences(push.left))
             await push.everyone(lambda engine: engine.set_version(version))
             checked = time.monotonic()
-            await asyncio.to_thread(self._owner.offload)
+            await in_thread(self._owner.offload)
             self._trainer_has_memory = False
             push.hurry(newcomer, self._usual_s)  # the trainer's way out is no fault of the engine's
             await push.everyone(lambda engine: engine.resume_memory((KV_CACHE,)), slow=True)

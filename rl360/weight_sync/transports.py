@@ -23,9 +23,11 @@ from rl360.weight_sync.buckets import GPU_KERNEL, Expectation
 from rl360.weight_sync.calls import Failures, each
 from rl360.weight_sync.engine import WeightEngine
 from rl360.weight_sync.sources import BucketSpec, WeightSource, sources_of
+from rl360.weight_sync.threads import in_thread
 
 CONNECTING_S = 60.0  # of a first bucket; no clock, since a call's own timeout is not longer
 LEAVE_TIMEOUT_S = 5.0  # for an engine to leave a group that is given up
+SOURCE_LEAVE_TIMEOUT_S = 30.0  # for the trainer's rank, which may stand still: the end of a run waits for this
 
 
 class Transport(Protocol):
@@ -72,11 +74,11 @@ class DiskTransport:
 
     async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None:
         if self._version != version:
-            self._path = await asyncio.to_thread(trainer.publish, self._folder / f"version-{version}")
+            self._path = await in_thread(trainer.publish, self._folder / f"version-{version}")
             self._version = version
             for old in self._folder.glob("version-*"):
                 if old != self._path:
-                    await asyncio.to_thread(_remove_tree, old)
+                    await in_thread(_remove_tree, old)
 
     async def send(self, engines: Sequence[WeightEngine]) -> Failures:
         path = self._path
@@ -106,7 +108,7 @@ class _Streamed:
     async def names(self, trainer: Any, version: int) -> frozenset[str]:
         found: set[str] = set()
         for source in sources_of(trainer):
-            found.update(await asyncio.to_thread(source.names))
+            found.update(await in_thread(source.names))
         return frozenset(found)
 
     async def _pass(self, deliver: Callable[[WeightSource, BucketSpec], Awaitable[bool]]) -> None:
@@ -115,21 +117,21 @@ class _Streamed:
         ways = tuple(sorted(self._ways))
         expectation = Expectation(ways)
         for source in self._sources:
-            await asyncio.to_thread(source.begin, self._bucket_bytes, self._dtype, ways)
-            spec = await asyncio.to_thread(source.prepare)
+            await in_thread(source.begin, self._bucket_bytes, self._dtype, ways)
+            spec = await in_thread(source.prepare)
             while spec is not None:
-                following = asyncio.create_task(asyncio.to_thread(source.prepare))
+                following = asyncio.create_task(in_thread(source.prepare))
                 try:
                     wanted = await deliver(source, spec)
                 finally:
                     upcoming = await following
-                await asyncio.to_thread(source.release, spec.index)
+                await in_thread(source.release, spec.index)
                 if not wanted:
                     if upcoming is not None:
-                        await asyncio.to_thread(source.release, upcoming.index)
+                        await in_thread(source.release, upcoming.index)
                     return
                 spec = upcoming
-            expectation.merge(await asyncio.to_thread(source.expectation))
+            expectation.merge(await in_thread(source.expectation))
         self._expectation = expectation
 
     def expectation(self, kind: str) -> Expectation | None:
@@ -149,7 +151,7 @@ class HandleTransport(_Streamed):
 
         async def deliver(source: WeightSource, spec: BucketSpec) -> bool:
             async def give(engine: WeightEngine) -> None:
-                handles = await asyncio.to_thread(source.export, spec.index, ranks[engine.url])
+                handles = await in_thread(source.export, spec.index, ranks[engine.url])
                 await engine.take_handles(handles)
 
             failures.update(await each([e for e in engines if e.url not in failures], give, slow=True))
@@ -246,7 +248,7 @@ class BroadcastTransport(_Streamed):
         came = asyncio.create_task(
             each(engines, lambda e: e.join(source.address, port, offsets[e.url], world_size, name, self._backend))
         )
-        problem = await _outcome(asyncio.to_thread(source.join, name, port, world_size, self._backend))
+        problem = await _outcome(in_thread(source.join, name, port, world_size, self._backend))
         missing = await came
         if problem is None and not missing:
             self._groups.append(_Group(name, source, tuple(engines)))
@@ -268,10 +270,10 @@ class BroadcastTransport(_Streamed):
             first = group.name not in broken
             broken.setdefault(group.name, {}).update(said)
             if first:
-                await asyncio.to_thread(group.source.leave, group.name, True)
+                await in_thread(group.source.leave, group.name, True)
 
         async def broadcast(group: _Group, spec: BucketSpec) -> None:
-            problem = await _outcome(asyncio.to_thread(group.source.broadcast, spec.index, group.name))
+            problem = await _outcome(in_thread(group.source.broadcast, spec.index, group.name))
             if problem is not None:
                 await give_up(group, {})
 
@@ -313,7 +315,8 @@ class BroadcastTransport(_Streamed):
             asked = asyncio.gather(
                 *(ask(engine) for engine in group.engines if engine.url not in gone), return_exceptions=True
             )
-            await _outcome(asyncio.to_thread(group.source.leave, group.name, group.name in broken))
+            leaving = in_thread(group.source.leave, group.name, group.name in broken)
+            await _outcome(asyncio.wait_for(leaving, SOURCE_LEAVE_TIMEOUT_S))
             await asked
 
         groups, self._groups = self._groups, []

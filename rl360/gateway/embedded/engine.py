@@ -40,6 +40,8 @@ PAUSE_MODES = ("abort", "retract", "in_place")
 
 logger = logging.getLogger(__name__)
 
+STEP_FAILED = 500  # else it would look like an interruption for new weights, and be asked again until a turn's end
+
 
 class EmbeddedEngine:
     """See the module's docstring.
@@ -258,8 +260,11 @@ class EmbeddedEngine:
                 request.after_pause = False
             self._wake.notify_all()
 
-    def abort(self, rid: str | None, message: str = "Aborted") -> int:
-        """End one request, or all with None; they keep what they have generated. Returns how many there were."""
+    def abort(self, rid: str | None, message: str = "Aborted", status_code: int | None = None) -> int:
+        """End one request, or all with None; they keep what they have generated. Returns how many there were.
+
+        status_code: as SGLang says it of a request that failed; None: whoever asked may ask again for the rest.
+        """
         with self._hold():
             with self._wake:
                 chosen = [r for r in self._waiting if rid is None or r.rid == rid]
@@ -267,7 +272,8 @@ class EmbeddedEngine:
             rows = [row for row, r in enumerate(self._running) if rid is None or r.rid == rid]
             chosen += [self._running[row] for row in rows]
             for request in chosen:
-                request.finish_reason = {"type": "abort", "message": message, "status_code": None, "err_type": None}
+                reason = {"type": "abort", "message": message, "status_code": status_code, "err_type": None}
+                request.finish_reason = reason
             self._rows.leave(rows)
             for request in chosen:
                 request.on_finish()
@@ -318,7 +324,7 @@ class EmbeddedEngine:
                     self._step()
                 except Exception as error:  # whatever it was, no client may wait for ever
                     logger.exception("engine step failed")
-                    self.abort(None, f"The engine failed: {error!r}")
+                    self.abort(None, f"The engine failed: {error!r}", STEP_FAILED)
                     self._cache.forget()
                     self._cache.release()
 

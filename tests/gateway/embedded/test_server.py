@@ -14,6 +14,7 @@ import torch
 from rl360.errors import EngineError, InfrastructureError
 from rl360.gateway.embedded.server import EngineServer
 from rl360.gateway.engine_client import HttpEngine, reply_problem
+from rl360.gateway.generation import read_reply
 from rl360.models.loading import load_decoder, save_hf
 
 PROMPT = [72, 101, 108, 108, 111, 44, 32, 119]
@@ -219,6 +220,20 @@ async def test_health_answers_while_paused_and_during_a_step(server, monkeypatch
     await request
     await asyncio.to_thread(server.engine.close)
     assert (await call(server.url, "/health", method="GET"))[0] == 503
+
+
+async def test_a_step_that_fails_is_a_failure_and_no_interruption(server, monkeypatch):
+    """It once looked like an abort for new weights: every turn was asked again, until its end, and no reason told."""
+
+    def fail():
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(server.engine, "_step", fail)
+    engine = HttpEngine(server.url)
+    reply = await engine.generate([1, 2, 3], {"max_new_tokens": 4}, "r")
+    await engine.close()
+    with pytest.raises(EngineError, match=r"engine_status_500: .*The engine failed: .*illegal memory access"):
+        read_reply(reply, server.url)
 
 
 async def test_a_client_that_leaves_frees_its_row(server):

@@ -107,7 +107,7 @@ def run(arguments: Sequence[str]) -> int:
         return _report(problems)
     if not is_multirun(request):
         return _start(points[0][0], None)
-    return _sweep(arguments, len(points))
+    return _sweep(arguments, request, [point for point, _ in points])
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -329,11 +329,19 @@ def _start(composed: Composed, resume_from: Path | None, run_dir: Path | None = 
     return int(launcher.submit(plan, in_process=in_process))
 
 
-def _sweep(arguments: Sequence[str], num_points: int) -> int:
-    """Let Hydra run every point, each in its own process and folder, then compare them."""
+def _sweep(arguments: Sequence[str], request: Request, points: Sequence[Composed]) -> int:
+    """Let Hydra run every point, each in its own process and folder, then compare them.
+
+    Hydra gets the overrides as `check` understood them: where it is strict, the points would not compose.
+    """
+    from rl360.config.compose import lenient_overrides
     from rl360.diagnostics.compare import comparison
 
+    lenient = lenient_overrides(request)
+    arguments = [lenient.get(argument, argument) for argument in arguments]
     done: list[tuple[str, Path, int]] = []
+    texts = {text for one in points for text in one.overrides}
+    keys = [text.lstrip("+").partition("=")[0] for text in texts]
 
     def point(config: DictConfig) -> None:
         from hydra.core.hydra_config import HydraConfig
@@ -341,11 +349,11 @@ def _sweep(arguments: Sequence[str], num_points: int) -> int:
         from rl360.config.compose import from_config
 
         hydra = HydraConfig.get()
-        overrides = list(hydra.overrides.task)
-        # What was given as it stands is the same at every point.
-        own = [override for override in overrides if override not in arguments] or overrides
+        overrides = [text.lstrip("+") for text in hydra.overrides.task]
+        # A key with one value is the same at every point.
+        own = [text for text in overrides if keys.count(text.partition("=")[0]) > 1] or overrides
         folder = Path(hydra.sweep.dir).absolute() / _point_name(int(hydra.job.num), own)
-        print(f"point {hydra.job.num + 1} of {num_points}: {' '.join(own)}", flush=True)
+        print(f"point {hydra.job.num + 1} of {len(points)}: {' '.join(own)}", flush=True)
         composed = from_config(config, hydra.runtime.choices, overrides)
         try:
             code = _start(composed, None, folder, in_process=False)

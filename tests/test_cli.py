@@ -212,6 +212,30 @@ def test_a_bad_point_is_named_before_any_point_starts(said, arguments, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
+def test_a_sweep_composes_what_the_check_composes(said, arguments, tmp_path):
+    """Hydra is stricter: a new key under kwargs was fine for `check`, and no point of the run composed."""
+    overrides = ("iterations=3", "trainer.learning_rate=1e-3", "sandbox.kwargs.artifacts_mib=1,3")
+    assert said("check", "-m", *arguments, *overrides)[0] == 0
+    code, _, err = said("run", "-m", *arguments, *overrides)
+    assert code == 0, err
+    assert [folder.name for folder in runs(tmp_path)] == [
+        "0-sandbox.kwargs.artifacts_mib=1",
+        "1-sandbox.kwargs.artifacts_mib=3",
+    ]
+    kept = [OmegaConf.load(folder / "resolved.yaml").sandbox.kwargs.artifacts_mib for folder in runs(tmp_path)]
+    assert kept == [1, 3]
+
+
+def test_a_studys_new_key_has_a_plus(said, arguments, tmp_path):
+    for key, expected in (("sandbox.kwargs.artifacts_mib", 1), ("+sandbox.kwargs.artifacts_mib", 0)):
+        study = {"sweeper": {"params": {key: "1,3"}}, "mode": "MULTIRUN"}
+        written = {"defaults": ["run", "_self_"], "hydra": study}
+        OmegaConf.save(OmegaConf.create(written), tmp_path / "study.yaml")
+        code, _, err = said("check", "--config-dir", str(tmp_path), "--config-name", "study", *arguments)
+        assert code == expected, err
+        assert ("expected +sandbox.kwargs.artifacts_mib" in err) == bool(expected)
+
+
 def test_a_multirun_has_no_folder_of_one_run(said, arguments, tmp_path):
     for command in ("run", "check"):
         code, _, err = said(command, "-m", *arguments, "seed=0,1", f"output_dir={tmp_path / 'one'}")

@@ -34,7 +34,7 @@ from yaml import YAMLError
 
 from rl360.config.locate import conf_folder
 from rl360.config.names import suggestion
-from rl360.config.resolvers import absolute, register_resolvers
+from rl360.config.resolvers import register_resolvers, with_absolute_paths
 from rl360.config.schemas import SCHEMAS, ComposedConfig
 from rl360.errors import ConfigError
 
@@ -110,7 +110,13 @@ def compose_points(request: Request) -> list[Composed]:
                 grid[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
             else:
                 grid[override.get_key_element()] = [text]
-        points = [_compose(loader, request, point) for point in itertools.product(*grid.values())]
+        combinations = list(itertools.product(*grid.values()))
+        problems += [
+            f"{key}: not in the config yet, and hydra.sweeper.params has to say so; expected +{key}"
+            for key in params
+            if _is_new(loader, request, combinations[0], str(key))
+        ]
+        points = [_compose(loader, request, point) for point in combinations]
     if problems:
         points[0] = replace(points[0], problems=(*problems, *points[0].problems))
     return points
@@ -140,8 +146,18 @@ def sweep_folder(request: Request) -> Path | None:
 def from_config(config: DictConfig, choices: Mapping[str, Any], overrides: Sequence[str] = ()) -> Composed:
     """What Hydra composed itself, as it hands it to the task function."""
     values, unresolved = _resolved(config)
-    values = _with_absolute_paths(values)
+    values = with_absolute_paths(values)
     return Composed(values, {str(k): str(v) for k, v in choices.items()}, tuple(unresolved), tuple(overrides))
+
+
+def lenient_overrides(request: Request) -> dict[str, str]:
+    """Map the text of each override to one that also composes when its key is new, as under agent.kwargs."""
+    with _loader(request) as loader:
+        read = {text: _parsed(loader, text) for text in request.overrides}
+        return {
+            text: text if isinstance(override, str) else _lenient(loader, request, override, text)
+            for text, override in read.items()
+        }
 
 
 def governed_keys(request: Request) -> dict[str, str]:
@@ -204,7 +220,7 @@ def _compose(loader: ConfigLoader, request: Request, overrides: Sequence[str]) -
         return Composed({}, {}, tuple(problems), tuple(overrides))
     choices = {str(k): str(v) for k, v in config.hydra.runtime.choices.items()}
     values, unresolved = _resolved(config)
-    values = _with_absolute_paths(values)
+    values = with_absolute_paths(values)
     return Composed(values, choices, (*problems, *unresolved), tuple(overrides))
 
 
@@ -271,6 +287,22 @@ def _lenient(loader: ConfigLoader, request: Request, override: Override, text: s
     return "++" + text.lstrip("+") if sets_value and not _options(loader, request, name) else text
 
 
+def _is_new(loader: ConfigLoader, request: Request, point: Sequence[str], key: str) -> bool:
+    """Whether a study's key sets what the rest of a point does not have: Hydra then wants a plus before it.
+
+    Keys that are unknown everywhere are left to the schema; here are those of sets and named entries.
+    """
+    if not key.startswith(("agent.kwargs.", "sandbox.kwargs.", "reward.", "logger.")):
+        return False
+    others = [text for text in point if text.partition("=")[0] != key]
+    read = {text: _parsed(loader, text) for text in others}
+    usable = [_lenient(loader, request, one, text) for text, one in read.items() if not isinstance(one, str)]
+    config = _load(loader, request, usable, RunMode.RUN)
+    section, _, name = key.rpartition(".")
+    node = None if isinstance(config, str) else OmegaConf.select(config, section)
+    return isinstance(node, DictConfig) and name not in node
+
+
 def _load(loader: ConfigLoader, request: Request, overrides: Sequence[str], mode: RunMode) -> DictConfig | str:
     try:
         return loader.load_configuration(
@@ -331,26 +363,6 @@ def _resolved(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
     return {key: value for key, value in values.items() if value is not _DROP}, problems
 
 
-def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """A run is continued, and its processes may run, in another folder than the one where the command was given."""
-
-    def at(node: Any, keys: tuple[str, ...]) -> Any:
-        if not keys:
-            return absolute(node) if isinstance(node, str) and node and node != "???" else node
-        if not isinstance(node, dict) or keys[0] not in node:
-            return node
-        return {**node, keys[0]: at(node[keys[0]], keys[1:])}
-
-    for path in _PATHS:
-        values = at(values, tuple(path.split(".")))
-    base = values.get("sandbox", {}).get("base") if isinstance(values.get("sandbox"), dict) else None
-    return at(values, ("sandbox", "base")) if isinstance(base, str) and os.sep in base else values
-
-
-_PATHS = (
-    *("model.path", "tasks.path", "evaluation.tasks.path", "output_dir"),
-    *("paths.models", "paths.cache", "paths.outputs"),
-)
 _DROP = object()
 _RAISED_INSIDE = re.compile(r"^\w+ raised while resolving interpolation: ")
 SECRET_KEY = re.compile(r"(^|[._])(api_?key|key|token|secret|password|credential)s?$", re.IGNORECASE)

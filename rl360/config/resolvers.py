@@ -7,12 +7,20 @@ digits of this process, for a sweep's folder. All end as plain strings in resolv
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from rl360.config.locate import bundled_tasks
 from rl360.config.run_folder import process_id
+
+# Keys that hold a path; sandbox.base besides, where it is one.
+_PATHS = (
+    *("model.path", "tasks.path", "evaluation.tasks.path", "output_dir"),
+    *("paths.models", "paths.cache", "paths.outputs"),
+)
 
 
 def absolute(path: str) -> str:
@@ -36,3 +44,19 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("rl360_models", models_folder, replace=True)
     OmegaConf.register_new_resolver("rl360_process", process_id, replace=True)
     OmegaConf.register_new_resolver("rl360_path", absolute, replace=True)
+
+
+def with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """A run is continued, and its processes may run, in another folder than the one where the command was given."""
+
+    def at(node: Any, keys: tuple[str, ...]) -> Any:
+        if not keys:
+            return absolute(node) if isinstance(node, str) and node and node != "???" else node
+        if not isinstance(node, dict) or keys[0] not in node:
+            return node
+        return {**node, keys[0]: at(node[keys[0]], keys[1:])}
+
+    for path in _PATHS:
+        values = at(values, tuple(path.split(".")))
+    base = values.get("sandbox", {}).get("base") if isinstance(values.get("sandbox"), dict) else None
+    return at(values, ("sandbox", "base")) if isinstance(base, str) and os.sep in base else values

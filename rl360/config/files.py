@@ -73,7 +73,7 @@ def look(config: RootConfig, run_dir: Path | None = None, resuming: bool = False
     if found.shape is None:
         _expected_shape(config, found)
     _gpus(config, found)
-    found.problems.extend(one_process_problems(config, found.shape, lambda: _visible(len(gpus()))))
+    found.problems.extend(one_process_problems(config, found.shape, lambda: len(visible(gpus()))))
     _tasks(config, found)
     _output(config, found, run_dir, resuming)
     _sandbox(config, found)
@@ -134,7 +134,7 @@ def _gpus(config: RootConfig, found: Found) -> None:
     ranks = isinstance(config.trainer, MegatronTrainerConfig)
     real_ranks = ranks and trainer_gpus(config) > 0
     here = config.cluster._target_ == ClusterConfig._target_ and (real_ranks or is_sglang(config))
-    cards = gpus() if here else []
+    cards = visible(gpus()) if here else []
     known_gib = config.cluster.gpu_memory_gib
     capacity = min((card.memory_mib * MIB - DRIVER_BYTES for card in cards), default=None)
     if known_gib is not None:
@@ -145,7 +145,7 @@ def _gpus(config: RootConfig, found: Found) -> None:
         found.problems.extend([*command_problems(config), *port_problems(config)])
     if is_sglang(config):
         trainer_fits = found.gpu is None or found.gpu.fits
-        looked = look_at_servers(config, found.shape, capacity, _visible(len(cards)) if here else None, trainer_fits)
+        looked = look_at_servers(config, found.shape, capacity, len(cards) if here else None, trainer_fits)
         found.servers = looked.forecast
         found.problems.extend(problem for problem in looked.problems if problem not in found.problems)
         found.warnings.extend(looked.warnings)
@@ -153,10 +153,26 @@ def _gpus(config: RootConfig, found: Found) -> None:
             found.forecast = with_servers(found.forecast, found.servers)
 
 
-def _visible(num_cards: int) -> int:
-    """Of the machine's cards those that CUDA_VISIBLE_DEVICES leaves to this process."""
+def visible(cards: Sequence[Gpu]) -> list[Gpu]:
+    """Of the machine's cards those that CUDA_VISIBLE_DEVICES leaves to this process, as CUDA reads it.
+
+    The first name that is none (-1, NoDevFiles of Slurm, a number too large, one given before) ends the list. Which
+    card a UUID is nobody asked: it counts as the smallest.
+    """
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return num_cards if names is None else min(num_cards, sum(bool(name.strip()) for name in names.split(",")))
+    if names is None or not cards:
+        return list(cards)
+    found: dict[str, Gpu] = {}
+    for name in (part.strip() for part in names.split(",")):
+        if name in found or len(found) == len(cards):
+            break
+        if name.isdigit() and int(name) < len(cards):
+            found[name] = cards[int(name)]
+        elif name.startswith(("GPU-", "MIG-")):
+            found[name] = min(cards, key=lambda card: card.memory_mib)
+        else:
+            break
+    return list(found.values())
 
 
 def _ranks(config: RootConfig, found: Found, cards: Sequence[Gpu] | None, capacity: int | None) -> None:
@@ -164,9 +180,10 @@ def _ranks(config: RootConfig, found: Found, cards: Sequence[Gpu] | None, capaci
     trainer = config.trainer
     assert isinstance(trainer, MegatronTrainerConfig)
     if cards is not None and len(cards) < trainer.num_gpus:
+        shown = " that CUDA_VISIBLE_DEVICES shows" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
         found.problems.append(
             f"trainer.num_gpus: {trainer.num_gpus}, and this machine has {len(cards) or 'no'} CUDA GPU"
-            f"{'' if len(cards) == 1 else 's'}; Megatron's ranks need one each; try trainer=torch or a cluster"
+            f"{'' if len(cards) == 1 else 's'}{shown}; Megatron's ranks need one each; try trainer=torch or a cluster"
         )
     if found.shape is None:
         return

@@ -3,13 +3,15 @@ from __future__ import annotations
 import json
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rl360.config import files
-from rl360.config.files import look
-from rl360.diagnostics.machine import Memory
+from rl360.config.files import look, visible
+from rl360.config.schemas import MegatronTrainerConfig
+from rl360.diagnostics.machine import Gpu, Memory
 from tests.tiny_model import write_tiny_llama
 
 
@@ -224,3 +226,37 @@ def test_ports_of_servers_that_somebody_has_are_named(here):
         f"rollout.sglang.base_port: port {port} of rollout.sglang.base_port {port} cannot be used on 127.0.0.1: "
         "[Errno 98] Address already in use; expected free ones, or 0 to take any"
     ]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (None, [80, 40, 80]),
+        ("", []),
+        ("1", [40]),
+        ("2, 1", [80, 40]),
+        ("-1", []),
+        ("NoDevFiles", []),  # Slurm's, for a job without GPUs
+        ("0,-1,2", [80]),
+        ("0,7,1", [80]),
+        ("0,0,1", [80]),
+        ("GPU-11,GPU-22", [40, 40]),  # which ones they are nobody asked
+    ],
+)
+def test_cards_are_those_that_cuda_shows(monkeypatch, names, expected):
+    """A job with 2 of a node's 8 GPUs got a plan for 8, and its third rank found none."""
+    if names is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+    cards = [Gpu("A", memory, "570") for memory in (80, 40, 80)]
+    assert [card.memory_mib for card in visible(cards)] == expected
+    assert visible([]) == []
+
+
+def test_ranks_are_counted_against_the_cards_that_are_shown(typed, monkeypatch, tmp_path):
+    monkeypatch.setattr("rl360.config.files.gpus", lambda: [Gpu("A", 81920, "570")] * 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    config = replace(typed(**{"model.path": str(tmp_path)}), trainer=MegatronTrainerConfig(num_gpus=4))
+    (problem,) = [problem for problem in look(config).problems if problem.startswith("trainer.num_gpus")]
+    assert problem.startswith("trainer.num_gpus: 4, and this machine has 2 CUDA GPUs that CUDA_VISIBLE_DEVICES shows")

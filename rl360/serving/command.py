@@ -71,6 +71,7 @@ class Launch:
     url: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    rendezvous_port: int | None = None  # by which its server is told from somebody else's
 
 
 def program_path() -> str:
@@ -155,7 +156,7 @@ def _launch(flags: ServerFlags, index: int, ports: tuple[int, int], devices: Seq
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     if flags.external_model_package:
         environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = flags.external_model_package
-    return Launch(index, f"http://{flags.host}:{port}", (*command, *flags.extra_args), environment)
+    return Launch(index, f"http://{flags.host}:{port}", (*command, *flags.extra_args), environment, rendezvous_port)
 
 
 def cuda_runtime(packages: Iterable[Path]) -> Path | None:

@@ -17,8 +17,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rl360.errors import InfrastructureError, RL360Error
+from rl360.gateway.ports import port_problem
 from rl360.serving.command import Launch
 from rl360.serving.process import ServerProcess
 
@@ -223,6 +225,10 @@ class Fleet:
         """Start, join the set, watch; returns why it must be replaced. Raises RL360Error when it cannot start."""
         server.condemned = None
         server.ended_for_memory = False
+        address = urlsplit(server.launch.url)
+        if problem := port_problem(address.hostname or "", address.port or 0):
+            # Whoever listens there would be taken for ours, and given our weights.
+            raise InfrastructureError("engine_start", f"server {server.launch.index}: {problem}")
         log_path = self._log_dir / f"sglang-{server.launch.index}.log"
         with self._lock:
             if self._starts_held.is_set() or self._closing.is_set():

@@ -27,6 +27,7 @@ from rl360.serving.command import Launch, program_path
 log = logging.getLogger(__name__)
 
 READY_POLL_S = 0.2
+ASK_TIMEOUT_S = 5.0  # for what a server that is up says of itself
 PROGRESS_S = 15.0  # between two lines while a server starts
 TAIL_BYTES = 4000  # of a dead server's log, quoted in the error
 # The first request compiles kernels, 38 s with SGLang 0.5.16 on an H200: no pause and no turn may be what waits for it.
@@ -78,7 +79,8 @@ class ServerProcess:
         return self._keeper.poll()
 
     def wait_ready(self, timeout_s: float, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Until /health and /model_info answer and one request was generated. False when `stopped` said so first.
+        """Until it answers on /health, /model_info and /server_info, and has generated one request's tokens. False when
+        `stopped` said so first.
 
         Raises InfrastructureError `engine_start` with the end of the log when it exits, takes longer, or generates
         nothing.
@@ -96,7 +98,7 @@ class ServerProcess:
                 if not first.is_alive():
                     log.info("%s is ready after %.0f s", self._name, now - began)
                     return True
-            elif self.get("/health", READY_POLL_S * 10) is not None and self.get("/model_info", 5.0) is not None:
+            elif self.get("/health", READY_POLL_S * 10) is not None and self._is_ours():
                 first = _FirstRequest(self.url, self._headers, timeout_s)  # the deadline below ends it
                 first.start()
             if now - began > timeout_s:
@@ -111,6 +113,20 @@ class ServerProcess:
                 )
             time.sleep(READY_POLL_S)
         return False
+
+    def _is_ours(self) -> bool:
+        """False: it does not say yet. Raises InfrastructureError `engine_start` when somebody else's server answers: it
+        took the port while ours did not listen yet, and would be given our weights."""
+        info = self.get("/server_info", ASK_TIMEOUT_S) if self.get("/model_info", ASK_TIMEOUT_S) is not None else None
+        if info is None:
+            return False
+        port, ours = info.get("nccl_port"), self.launch.rendezvous_port
+        if ours is not None and isinstance(port, int) and port != ours:
+            raise InfrastructureError(
+                "engine_start",
+                f"{self._name}: somebody else's server answers there, with rendezvous port {port} and not {ours}",
+            )
+        return True
 
     def well(self, timeout_s: float) -> bool:
         """Whether its scheduler answers (/server_info asks it), paused or not; generates nothing."""

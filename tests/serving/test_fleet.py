@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -231,6 +232,35 @@ def test_whatever_fails_in_a_bring_up_costs_one_restart(
     fleet.leave(fleet.urls()[0], "a test")
     eventually(lambda: not problems and fleet.serving() == fleet.urls())
     assert fleet.restarts() == 2
+
+
+def test_a_port_that_somebody_took_before_the_start_is_told(tmp_path: Path) -> None:
+    """Whoever listened there was taken for the run's own server, and would have been given its weights."""
+    ports = claim_ports(1, 0)
+    fleet = Fleet(launches(plain_flags(tmp_path), ports.pairs, []), tmp_path / "logs", WATCH)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports.pairs[0][0]))
+        taken.listen()
+        with pytest.raises(InfrastructureError, match=r"engine_start: server 0: port \d+ on 127.0.0.1 cannot be used"):
+            fleet.start()
+
+
+def test_a_port_that_somebody_takes_while_a_server_loads_is_told(tmp_path: Path) -> None:
+    ports = claim_ports(1, 0)
+    flags = plain_flags(tmp_path, "print('loading')\nimport time\ntime.sleep(100)")
+    other = tmp_path / "other.py"
+    other.write_text(PLAIN.replace('wfile.write(b"{}")', "wfile.write(b'{\"nccl_port\": 7}')"))
+    fleet = Fleet(launches(flags, ports.pairs, []), tmp_path / "logs", replace(WATCH, max_restarts=0))
+    fleet.begin()
+    log = tmp_path / "logs" / "sglang-0.log"
+    eventually(lambda: log.is_file() and "loading" in log.read_text().splitlines())
+    foreign = subprocess.Popen([sys.executable, str(other), "--port", str(ports.pairs[0][0])])
+    try:
+        with pytest.raises(InfrastructureError, match=rf"somebody else's .* port 7 and not {ports.pairs[0][1]}"):
+            fleet.start()
+    finally:
+        foreign.kill()
+        foreign.wait()
 
 
 def test_a_listener_that_fails_costs_no_server(start: Callable[..., Fleet], tmp_path: Path) -> None:

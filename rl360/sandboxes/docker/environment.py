@@ -36,7 +36,7 @@ from rl360.sandboxes.docker import abilities, host, image, leftovers
 from rl360.sandboxes.docker.afresh import Refusals, collect, removal, restore
 from rl360.sandboxes.docker.client import CALL_TIMEOUT_S, DaemonError, DockerError, Done, TooLarge, checked, docker
 from rl360.sandboxes.docker.container import Container, State
-from rl360.sandboxes.docker.recipe import Limits, Recipe, on_base
+from rl360.sandboxes.docker.recipe import ENDED_INSIDE, Limits, Recipe, on_base
 from rl360.sandboxes.shared import (
     ARTIFACT_LOGS,
     DEFAULT_ARTIFACTS_MIB,
@@ -97,7 +97,8 @@ class DockerSandbox(DockerEnvironment):
         self._image_workdir = "/"
         self._tests_in_image = False
         self.carried: Refusals | None = None  # what did not come along into the verifier's container
-        self.exhausted = ""  # after stop too: memory | lifetime | artifacts, the limit that the sandbox ran into
+        # After stop too: memory | lifetime | artifacts: a limit that it ran into; sandbox: something inside ended it.
+        self.exhausted = ""
         self.interrupted = ""  # what ended it before we did, and no limit of its own: no verdict counts
         super().__init__(*args, **kwargs)
         self._project = _sanitize_docker_compose_project_name(self.session_id)
@@ -341,7 +342,7 @@ class DockerSandbox(DockerEnvironment):
         of_docker = done.stderr.startswith("Error") or "docker daemon" in done.stderr
         if done.return_code != 137 and not of_docker:
             return
-        if not await self._has_ended():
+        if not await self._has_ended() and not (done.return_code == 137 and await self._is_ending()):
             return
         if self.exhausted == "memory":
             raise MemoryLimitExceededError(f"sandbox ended (memory limit {self._memory_mib} MiB)")
@@ -361,6 +362,23 @@ class DockerSandbox(DockerEnvironment):
         await self.stop(delete=True)
         return True
 
+    async def _is_ending(self) -> bool:
+        """A command dies with its container a moment before the daemon knows of that; then no other can begin."""
+        until = time.monotonic() + ANSWER_S
+        while time.monotonic() < until:
+            try:
+                await self._running().as_root("true")
+            except TimeoutError:
+                raise RuntimeRequestError("the docker daemon does not answer") from None
+            except DockerError:
+                pass
+            else:
+                return False
+            if await self._has_ended():
+                return True
+            await asyncio.sleep(0.05)
+        return False
+
     async def _note_end(self, container: Container) -> None:
         """How it is before we end it: files of a dead one can still be read, so its verdict was too."""
         try:
@@ -372,7 +390,8 @@ class DockerSandbox(DockerEnvironment):
     def _note(self, state: State) -> None:
         if state.running or self.exhausted:
             return
-        self.exhausted = "memory" if state.out_of_memory else "lifetime" if state.exit_code == 0 else ""
+        ends = {0: "lifetime", ENDED_INSIDE: "" if self._has_services else "sandbox"}  # of our own first process
+        self.exhausted = "memory" if state.out_of_memory else ends.get(state.exit_code, "")
         if not self.exhausted:
             self.interrupted = self.interrupted or f"the container had ended with {state.exit_code}"
 

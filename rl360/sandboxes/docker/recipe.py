@@ -17,6 +17,12 @@ SHARED_NETWORK = "rl360-sandboxes"
 # Sandboxes share one network, because a daemon has addresses for some 30; on this one they cannot reach each other.
 SHARED_NETWORK_OPTIONS = ("--opt", "com.docker.network.bridge.enable_icc=false")
 
+# The container ends itself, also when nobody is left to end it. It needs the image's bash, as every command does. Its
+# first process is this shell and not Docker's init: nothing inside can end that, it adopts and reaps what is orphaned,
+# and it tells the end of its time from the end of its child by something inside.
+_KEEPER = 'trap "" HUP INT QUIT TERM; sleep {lifetime_s} && exit 0; exit {ended_inside}'
+ENDED_INSIDE = 3  # its exit code then
+
 _FROM = re.compile(r"^(\s*FROM\s+(?:--\S+\s+)*)(\S+)(\s+AS\s+(\S+))?\s*$", re.IGNORECASE)
 _FRONTEND = re.compile(r"^#\s*syntax\s*=", re.IGNORECASE)
 
@@ -72,7 +78,7 @@ class Recipe:
         """The override, read after every other Compose file of the task."""
         limits = self.limits
         main: dict[str, Any] = {
-            "init": True,
+            "init": self.services,
             "stop_grace_period": "0s",
             "labels": self.labels,
             "hostname": "sandbox",
@@ -80,8 +86,8 @@ class Recipe:
             "security_opt": ["no-new-privileges:true"],
         }
         if not self.services:
-            # The container ends itself, also when nobody is left to end it.
-            main["command"] = ["sleep", str(self.lifetime_s)]
+            keeper = _KEEPER.format(lifetime_s=self.lifetime_s, ended_inside=ENDED_INSIDE)
+            main["command"] = ["bash", "-c", keeper]
         if self.runtime:
             main["runtime"] = self.runtime
         if limits.memory_mib:

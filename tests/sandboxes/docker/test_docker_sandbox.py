@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,24 @@ async def test_a_killed_container_is_a_runtime_error(docker_image: str, tmp_path
         await s.exec("true")
     with pytest.raises(RuntimeError, match="not running"):
         await s.upload_file(Path(__file__), "/app/x")
+
+
+@pytest.mark.parametrize("who", ["inside", "inside, its first processes", "outside"])
+async def test_who_ended_it(docker_image: str, tmp_path: Path, who: str) -> None:  # noqa: F811
+    """A policy that could end its container as a failure does would never be told that its answer is wrong."""
+    s = sandbox(docker_image, tmp_path / "a")
+    await s.start(force_build=False)
+    container = s._container.id
+    if who == "outside":
+        docker("kill", container)
+    else:
+        command = "kill -9 -1" if who == "inside" else "kill 1; kill -INT 1; pkill -9 -x sleep"
+        with suppress(RuntimeError):
+            await s.exec(command)
+        docker("wait", container) if s._container is not None else None
+    await s.stop(delete=True)
+    expected = ("", "the container had ended with 137") if who == "outside" else ("sandbox", "")
+    assert (s.exhausted, s.interrupted) == expected
 
 
 @pytest.mark.parametrize("swaps", [True, False], ids=["in a new container", "in Harbor's separate environment"])

@@ -35,6 +35,7 @@ class Container:
         (State(False, exit_code=137), ("", "the container had ended with 137")),
         (State(False, out_of_memory=True, exit_code=137), ("memory", "")),
         (State(False, exit_code=0), ("lifetime", "")),
+        (State(False, exit_code=3), ("sandbox", "")),
         (None, ("", "the docker daemon does not say whether it had ended")),
     ],
 )
@@ -45,7 +46,7 @@ async def test_how_it_ended(state: State | None, expected: tuple[str, str]) -> N
     sandbox._container, sandbox._scratch, sandbox._overlay = Container(state), None, None
     sandbox._mounts_compose_path = sandbox._env_compose_path = None
     sandbox._mounts_compose_temp_dir = sandbox._env_compose_temp_dir = None
-    sandbox._project = "test"
+    sandbox._project, sandbox._has_services = "test", False
     sandbox.logger = SimpleNamespace(warning=lambda *_: None)
     await sandbox.stop(delete=True)
     assert (sandbox.exhausted, sandbox.interrupted) == expected

@@ -37,8 +37,10 @@ def test_a_plain_task() -> None:
     (main,) = recipe().compose()["services"].values()
     assert main["network_mode"] == "none"
     assert main["build"] == {"labels": {"rl360.image": "task"}, "network": "none"}
-    assert (main["image"], main["pull_policy"], main["command"]) == ("task:1", "never", ["sleep", "90.0"])
-    assert (main["init"], main["stop_grace_period"], main["labels"]) == (True, "0s", {"rl360.run": "r"})
+    assert (main["image"], main["pull_policy"], main["command"][:2]) == ("task:1", "never", ["bash", "-c"])
+    assert "sleep 90.0 && exit 0; exit 3" in main["command"][2]
+    assert "$" not in main["command"][2]  # Compose would put variables in
+    assert (main["init"], main["stop_grace_period"], main["labels"]) == (False, "0s", {"rl360.run": "r"})
     assert (main["mem_limit"], main["memswap_limit"], main["cpus"], main["pids_limit"]) == ("256m", "256m", 1.5, 64)
     assert main["ulimits"] == {"fsize": 100 * 2**20}
     assert "storage_opt" not in main

@@ -232,6 +232,8 @@ def _batch(config: RootConfig) -> Iterator[str]:
         )
     if not config.reward:
         yield "reward: no reward at all; expected at least one, try reward=[verifier]"
+    for name in sorted(set(config.reward) & {"kept", "unfiltered"}):
+        yield f"reward.{name}: its scalar would take the place of reward/{name}_mean; expected another name"
     if not config.logger:
         yield "logger: no logger at all; expected at least one, try logger=[jsonl]"
 

@@ -34,6 +34,10 @@ CASES = [
     ({"group_size": 1}, "group_size: 1 leaves nothing to compare"),
     ({"algorithm.updates_per_batch": 33}, "algorithm.updates_per_batch: 33 updates from 32 attempts"),
     ({"reward": {}}, "reward: no reward at all"),
+    (
+        {"reward": {"kept": {"_target_": "rl360.rewards.verifier.VerifierReward"}}},
+        "reward.kept: its scalar would take the place of reward/kept_mean",
+    ),
     ({"logger": {}}, "logger: no logger at all"),
     ({"rollout.top_p": 0.9}, "rollout.top_p: 0.9 in training"),
     ({"rollout.top_k": 50}, "rollout.top_k: 50 in training"),

@@ -42,6 +42,13 @@ TRIAL_ENVIRONMENT = {"HARBOR_TELEMETRY": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "T
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
+def asked_directly(host: str) -> dict[str, str]:
+    """Of trial workers: agents' model clients (LiteLLM) heed http_proxy, and would ask it for the session proxy."""
+    said = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    hosts = [*said.split(","), host, "127.0.0.1", "localhost"]
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(dict.fromkeys(filter(None, hosts))))
+
+
 @dataclass(frozen=True, slots=True)
 class Components:
     trainer: Trainer
@@ -234,7 +241,7 @@ def make_rollout(config: RootConfig, run_dir: Path, run_id: str, gateway: Gatewa
         },
         name="trial",
         log_dir=run_dir / "logs",
-        env={**TRIAL_ENVIRONMENT, **ONE_THREAD},
+        env={**TRIAL_ENVIRONMENT, **ONE_THREAD, **asked_directly(config.gateway.host)},
     )
     rewards: dict[str, Reward] = {
         name: _make(config, entry, name=name, **entry.kwargs) for name, entry in config.reward.items()

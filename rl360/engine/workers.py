@@ -238,8 +238,9 @@ class _Worker:
     # ---- the worker's own thread
 
     def _run(self) -> None:
-        ours, theirs = socket.socketpair()
+        ours = None
         try:
+            ours, theirs = socket.socketpair()
             with theirs, open(self._log, "ab") as log:
                 command = [sys.executable, "-P", "-u", "-m", "rl360.engine.worker_main"]
                 process = subprocess.Popen(
@@ -253,15 +254,16 @@ class _Worker:
                 )
             self.pid = process.pid
         except OSError as error:
-            ours.close()
+            if ours is not None:
+                ours.close()
             self._spawn_error = InfrastructureError("worker_start", f"{self.label}: {error}")
             self.ended.set()
             return
         finally:
             self._spawned.set()
         writer = threading.Thread(target=self._write, args=(ours,), name=f"{self.label}-writer", daemon=True)
-        writer.start()
         try:
+            writer.start()
             self._read(ours)
         finally:
             self._reap(process, ours, writer)
@@ -322,7 +324,8 @@ class _Worker:
                 future.set_exception(self._died())
         sock.shutdown(socket.SHUT_RDWR)
         self.send(None)
-        writer.join()
+        if writer.ident is not None:  # it was started
+            writer.join()
         sock.close()
 
     def _write(self, sock: socket.socket) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from harbor.llms.base import ContextLengthExceededError  # isort: skip
 from harbor.models.agent.context import AgentContext  # isort: skip
 from rl360.agents.bash import BashAgent
 from rl360.agents.harbor import HarborAgent, capped, find
-from tests.agents.kit import make
+from rl360.engine.build import TRIAL_ENVIRONMENT, asked_directly
+from tests.agents.kit import make, serving
 
 
 class BadRequestError(Exception):
@@ -66,6 +69,32 @@ def test_it_is_the_named_agent(tmp_path: Path) -> None:
     assert agent.extra_env["OPENAI_API_KEY"] == "unused"
     bare = make(HarborAgent, tmp_path, "http://x/v1", agent="rl360.agents.bash:BashAgent", litellm_provider="")
     assert bare.model_name == "policy"
+
+
+ASKS_BY_LITELLM = """
+import sys
+import litellm
+reply = litellm.completion("openai/policy", [{"role": "user", "content": "hi"}], api_base=sys.argv[1], api_key="unused")
+print(reply.choices[0].message.content)
+"""
+
+
+async def test_a_proxy_for_the_internet_is_not_asked_for_the_model() -> None:
+    """With http_proxy set, agents on LiteLLM sent every call there: no attempt ever had a reply."""
+    nobody = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
+    env = {**os.environ, **TRIAL_ENVIRONMENT, **nobody, **asked_directly("127.0.0.1")}
+    async with serving(["hello"]) as endpoint:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", ASKS_BY_LITELLM, endpoint.url, env=env, stdout=asyncio.subprocess.PIPE
+        )
+        assert (await process.communicate())[0].decode().strip().endswith("hello")
+
+
+def test_what_no_proxy_said_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "example.org,127.0.0.1")
+    expected = "example.org,127.0.0.1,10.0.0.1,localhost"
+    assert asked_directly("10.0.0.1") == {"no_proxy": expected, "NO_PROXY": expected}
 
 
 def test_an_agent_without_a_model_gets_no_url(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -190,6 +191,33 @@ async def test_environment_is_added(tmp_path):
         assert await group.call(0, "environment", "PATH") == os.environ["PATH"]
     finally:
         group.close()
+
+
+def test_no_file_descriptor_for_a_worker_is_an_error_and_no_wait(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("rl360.engine.workers.socket.socketpair", full)
+    workers = LocalWorkerGroup("sample_workers:Echo", 1, {"folder": str(tmp_path)}, log_dir=tmp_path / "logs")
+    with pytest.raises(InfrastructureError, match=r"worker-0: .*Too many open files"):
+        workers.start()
+
+
+def test_no_thread_for_a_worker_ends_its_process(tmp_path, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.endswith("-writer"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = psutil.Process().children()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    workers = LocalWorkerGroup("sample_workers:Echo", 1, {"folder": str(tmp_path)}, log_dir=tmp_path / "logs")
+    with pytest.raises(WorkerDied, match="worker-0"):
+        workers.start()
+    assert psutil.Process().children() == before
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from rl360.types import (
 
 log = logging.getLogger(__name__)
 
+FINISH_S = 60.0  # of one logger at the end of a run, which no watchdog looks after any more
 SAMPLE_TEXTS = 2  # attempts an iteration whose text goes to the loggers; all of them are in the trajectories
 
 
@@ -153,6 +155,18 @@ class RunRecord:
         """A checkpoint at `iteration` is complete: the journal need not bring back what came before it."""
         self._journal.forget_before(iteration, last_evaluated)
 
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Tell every logger that the run is over. What one of them raises is logged: the run has ended as it has. One
+        that does not come back (a service that is not reached) is left after FINISH_S: nodes may be held by this."""
+        for logger in self.loggers:
+            done: Future[None] = Future()
+            threading.Thread(target=_finish, args=(logger, summary, done), name="logger-finish", daemon=True).start()
+            try:
+                done.result(FINISH_S)
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}" if done.done() else f"no answer for {FINISH_S:g} s"
+                log.error("logger %s did not finish: %s", type(logger).__name__, text, exc_info=done.done())
+
     def counts(self) -> dict[str, int]:
         return self._ledger.counts()
 
@@ -168,6 +182,14 @@ class RunRecord:
 
     def close(self) -> None:
         self._ledger.close()
+
+
+def _finish(logger: Logger, summary: Mapping[str, Any], done: Future[None]) -> None:
+    try:
+        logger.finish(summary)
+        done.set_result(None)
+    except BaseException as error:
+        done.set_exception(error)
 
 
 def outcome_of(spec: AttemptSpec | Started, kind: OutcomeKind, reason: str | None) -> Outcome:

@@ -83,8 +83,7 @@ def run_experiment(config: RootConfig, resolved: DictConfig) -> dict[str, Any]:
         finally:
             with disk.unless_full(run_dir):
                 summary = write_down(reason, error)
-                for logger in record.loggers:
-                    logger.finish(summary)
+                record.finish(summary)
         return summary
 
 

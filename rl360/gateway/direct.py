@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ class DirectGateway:
         self._url = ""
         self._held = False
         self._untold = False  # the proxy may not know of `_held` or `_engine_urls`
+        self._sending = threading.RLock()  # from the look at either until the call with it is on its way
         self._lives = 0  # how often the proxy was started again
         self._restarting = asyncio.Lock()
         self._watching_proxy: asyncio.Task[None] | None = None
@@ -107,35 +109,49 @@ class DirectGateway:
         await self._tell_state()
 
     async def _tell_state(self) -> None:
-        """All that the proxy must know. Another thread may change it, and tell it, just between two calls of this one:
-        then it is told again."""
+        """All that the proxy must know. Another thread may change it between two calls here: it is told again."""
         while True:
             self._untold = False
-            told = held, engine_urls = self._held, self._engine_urls
-            if engine_urls is not None:
-                await self._group.call(0, "set_engines", engine_urls, timeout_s=self._call_timeout_s)
-            await self._group.call(0, "hold" if held else "release", timeout_s=self._call_timeout_s)
+            told = self._held, self._engine_urls
+            if self._engine_urls is not None:
+                await self._say_engines()
+            await self._say_gate()
             if told == (self._held, self._engine_urls) and not self._untold:
                 return
+
+    async def _say_gate(self) -> None:
+        await self._say(lambda: ("hold" if self._held else "release",))
+
+    async def _say_engines(self) -> None:
+        await self._say(lambda: ("set_engines", self._engine_urls))
+
+    async def _say(self, now: Callable[[], tuple[Any, ...]]) -> None:
+        """The call that `now` makes of what holds, sent before another thread can send a later one: a release that came
+        behind the hold of a synchronisation would let requests through to engines that are about to be paused."""
+        with self._sending:
+            call = self._group.call(0, *now(), timeout_s=self._call_timeout_s)
+            sent = asyncio.Task(call, loop=asyncio.get_running_loop(), eager_start=True)  # as far as its first wait
+        await sent
 
     async def hold(self) -> None:
         """No request reaches an engine until `release`; from any event loop. A new proxy begins held, too."""
         self._held = True
-        await self._tell("hold")
+        await self._tell("hold", self._say_gate)
 
     async def release(self) -> None:
         self._held = False
-        await self._tell("release")
+        await self._tell("release", self._say_gate)
 
     async def idle(self, timeout_s: float) -> int:
         """Wait until no request is on an engine; how many still are after `timeout_s`. 0 for a proxy that is gone."""
-        return int(await self._tell("idle", timeout_s, timeout_s=timeout_s + self._call_timeout_s) or 0)
+        limit_s = timeout_s + self._call_timeout_s
+        return int(await self._tell("idle", lambda: self._group.call(0, "idle", timeout_s, timeout_s=limit_s)) or 0)
 
-    async def _tell(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+    async def _tell(self, method: str, call: Callable[[], Awaitable[Any]]) -> Any:
         if not self._started:
             return None
         try:
-            return await self._group.call(0, method, *args, timeout_s=timeout_s or self._call_timeout_s)
+            return await call()
         except (RL360Error, TimeoutError) as error:
             # A call that timed out is never made, also when the proxy only stood still: `_watch_proxy` tells it again.
             self._untold = True
@@ -146,7 +162,7 @@ class DirectGateway:
         """The serving set from now on; callable from any event loop, before `start` too. A proxy that is just dying
         learns it when it is started again."""
         self._engine_urls = list(urls)
-        await self._tell("set_engines", self._engine_urls)
+        await self._tell("set_engines", self._say_engines)
 
     async def open(self, spec: AttemptSpec) -> str:
         """Open a session; on a new proxy where the old one turns out to be dead."""

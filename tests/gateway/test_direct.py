@@ -248,3 +248,26 @@ async def test_a_release_that_overtakes_the_hold_of_a_new_proxy_is_not_lost(tmp_
     made._started = made._held = True
     await made._greet()
     assert heard == ["url", "release", "hold", "release"]
+
+
+async def test_what_the_proxy_is_told_again_never_overtakes_a_hold(tmp_path: Path) -> None:
+    """Told again what it had missed, it was released in the middle of a synchronisation."""
+    heard: list[str] = []
+
+    class Asking:
+        """Another thread holds requests while the first call is on its way."""
+
+        async def call(self, index: int, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+            heard.append(method)
+            if heard == ["set_engines"]:
+                await asyncio.to_thread(lambda: asyncio.run(made.hold()))
+
+    def make_workers(**kwargs: Any) -> Any:
+        return Asking()
+
+    made = DirectGateway(engine_urls=[], tokenizer_dir=tmp_path, worker_group_factory=make_workers, log_dir=tmp_path)
+    made._engine_urls = []
+    made._started = made._untold = True
+    await made._tell_again(0)
+    assert set(heard) == {"set_engines", "hold"}
+    assert not made._untold

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rl360.sandboxes.artifact_paths import Artifact
-from rl360.sandboxes.docker import DockerSandbox
+from rl360.sandboxes.docker import DockerSandbox, environment
 from rl360.sandboxes.docker.afresh import collect
-from rl360.sandboxes.docker.client import DockerError
+from rl360.sandboxes.docker.client import DockerError, Done
 from rl360.sandboxes.docker.container import Container as RealContainer
 from rl360.sandboxes.docker.container import State
 from rl360.sandboxes.docker.environment import RuntimeRequestError
@@ -93,3 +93,18 @@ async def test_an_artifact_that_the_daemon_could_not_read_is_no_missing_one(
     sandbox.task_env_config = SimpleNamespace(workdir=None)
     with pytest.raises(RuntimeRequestError, match="too many open files"):
         await sandbox.download_dir("/app", tmp_path / "there")
+
+
+@pytest.mark.parametrize("bash", ["hangs", "fails", "answers"])
+async def test_a_killed_command_in_a_container_that_goes_on_is_only_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bash: str
+) -> None:
+    """A policy that gave the sandbox a bash without an end, and killed its own shell, had its tries made again: the
+    daemon was said not to answer."""
+    monkeypatch.setattr(environment, "ANSWER_S", 0.5)
+    does = {"hangs": "exec sleep 100", "fails": "exit 1", "answers": "exit 0"}[bash]
+    fake_docker(tmp_path, monkeypatch, f'case "$*" in *"bash -c true") {does} ;; inspect*) echo true false 0 ;; esac')
+    sandbox: Any = DockerSandbox.__new__(DockerSandbox)
+    sandbox._container = RealContainer("c", tmp_path)
+    await sandbox._explain(Done(137, "", ""), None)
+    assert sandbox._container is not None

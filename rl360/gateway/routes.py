@@ -110,7 +110,7 @@ class LeastLoaded:
                     self._leave_out(load, error)
                 failed = [one for one in self._loads if one in failed or one is load]  # some may have left
                 if self._loads and len(failed) == len(self._loads):
-                    if error.cause != "engine_refused" or again:
+                    if error.cause not in ("engine_refused", "host_io") or again:
                         raise
                     # Also what a server looks like that closed an idle connection just as this request used it.
                     again = True

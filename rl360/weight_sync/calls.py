@@ -16,7 +16,8 @@ from rl360.weight_sync.engine import WeightEngine
 Failures = dict[str, str]  # engine URL -> what went wrong
 SLOW = 3.0  # times the patience, for calls that move or read all weights: the first of them may also compile a kernel
 TIMES_THE_FIRST = 3.0  # however slow a call is: so many times what the first to answer took
-RESTART_HELPS = ("engine_refused", "engine_timeout", "engine_status_5")  # of failures: the process, not the weights
+# Of failures: the process, or the way to it, and not the weights.
+RESTART_HELPS = ("engine_refused", "engine_timeout", "engine_status_5", "host_io")
 
 
 async def each(
@@ -82,5 +83,5 @@ def _patience(straggler_s: float | None, known_s: float | None, slow: bool) -> f
 
 
 def restart_helps(failure: str) -> bool:
-    """Whether an engine failed for itself, so that a new one may do better; else it answered, and not as it should."""
+    """Whether an engine failed for itself or was not reached: a new one may do better. Else it answered, wrongly."""
     return failure.startswith(RESTART_HELPS)

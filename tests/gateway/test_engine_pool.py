@@ -128,13 +128,21 @@ async def test_the_last_failure_is_the_one_that_is_told() -> None:
     assert caught.value.cause == "engine_status_503"
 
 
-async def test_a_refused_connection_is_tried_once_more() -> None:
+@pytest.mark.parametrize("cause", ["engine_refused", "host_io"])
+async def test_a_connection_that_does_not_come_about_is_tried_once_more(cause: str) -> None:
+    class Engine(StubEngine):
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return await super().generate(*args, **kwargs)
+            except EngineError as error:
+                raise EngineError(cause, "no connection") from error
+
     model = stub()
     model.faults.append(Fault("refused"))
-    await generate(EnginePool(LeastLoaded([StubEngine(model)]), 5))
+    await generate(EnginePool(LeastLoaded([Engine(model)]), 5))
     model.faults.extend([Fault("refused"), Fault("refused")])
-    with pytest.raises(EngineError, match="engine_refused"):
-        await generate(EnginePool(LeastLoaded([StubEngine(model)]), 5))
+    with pytest.raises(EngineError, match=cause):
+        await generate(EnginePool(LeastLoaded([Engine(model)]), 5))
     assert model.num_requests == 4
 
 

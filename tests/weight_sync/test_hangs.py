@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from rl360.errors import EngineError
@@ -214,6 +216,21 @@ def test_engines_that_answer_and_take_nothing_end_the_run(start: Callable[..., R
     monkeypatch.setattr(WeightEngine, "load_unnamed", refuse)
     with pytest.raises(EngineError, match=r"no engine took version 1: .*did not load"):
         rig.step_and_sync()
+
+
+def test_a_moment_without_file_descriptors_does_not_end_the_run(start: Callable[..., Rig], monkeypatch: Any) -> None:
+    rig = start(num_servers=1)
+    connect, problems = aiohttp.TCPConnector.connect, [OSError(errno.EMFILE, "Too many open files")]
+
+    async def fail_first(*args: Any, **kwargs: Any) -> Any:
+        if problems:
+            raise problems.pop()
+        return await connect(*args, **kwargs)
+
+    monkeypatch.setattr(aiohttp.TCPConnector, "connect", fail_first)
+    report = rig.step_and_sync()
+    assert (report.confirmed, report.dropped) == ((), rig.fleet.urls())
+    rig.all_serve(version=1)
 
 
 @pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_disk", "/update_weight_version"])

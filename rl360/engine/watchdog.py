@@ -113,12 +113,14 @@ class Watchdog:
     def _watch(self) -> None:
         tick_s = min(1.0, self._no_progress_s / 10)
         with ExitStack() as stack:
-            file: TextIO | int = STDERR
+            stderr = _stderr(stack)
+            file: TextIO | int = stderr
             try:
                 self._log_path.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(open(self._log_path, "a", encoding="utf-8"))
             except OSError as error:
-                log.warning("watchdog: %s; stacks would go to standard error", error)
+                said = f"watchdog: {error}; stacks would go to standard error"
+                _within(CALLBACK_S, lambda: log.warning("%s", said))
             stack.callback(faulthandler.cancel_dump_traceback_later)
             while not self._closed.wait(tick_s):
                 # A thread stuck in C code with the interpreter lock stops this one too. The C timer behind it does not
@@ -132,12 +134,12 @@ class Watchdog:
                     still_s = 0.0 if self._paused else time.monotonic() - self._moved_at
                 if still_s > self._no_progress_s:
                     try:
-                        self._stall(stage, still_s, file)
+                        self._stall(stage, still_s, file, stderr)
                     finally:
                         self._end(EXIT_CODE)
                     return
 
-    def _stall(self, stage: str, still_s: float, file: TextIO | int) -> None:
+    def _stall(self, stage: str, still_s: float, file: TextIO | int, stderr: int) -> None:
         waits_for = _within(CALLBACK_S, self._describe) or "no answer to whom it waits for"
         message = (
             f"no progress for {still_s:.0f} s (limit {self._no_progress_s:g} s) in stage {stage}; "
@@ -152,13 +154,24 @@ class Watchdog:
             return True
 
         # A full disk, a terminal that is gone, a pipe that nobody reads: each can be what the run hangs in.
-        stacks_to = file if _within(CALLBACK_S, write_down) else STDERR
+        stacks_to = file if _within(CALLBACK_S, write_down) else stderr
         _within(CALLBACK_S, lambda: faulthandler.dump_traceback(file=stacks_to, all_threads=True))
         _within(CALLBACK_S, lambda: print(f"rl360: {message}", file=sys.stderr, flush=True))
         _within(CALLBACK_S, lambda: log.error(message))
         _within(CALLBACK_S, lambda: self._on_stall(message))
         _within(CALLBACK_S, self._kill_children)
         _within(CALLBACK_S, sys.stdout.flush)
+
+
+def _stderr(stack: ExitStack) -> int:
+    """Standard error, opened once more where that is possible: without waiting for a reader. Stacks are written with
+    the interpreter's lock, and by the timer without one, so a pipe that nobody empties would hold the end itself."""
+    with suppress(OSError):
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        again = os.open(f"/proc/self/fd/{STDERR}", flags)
+        stack.callback(os.close, again)
+        return again
+    return STDERR
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:

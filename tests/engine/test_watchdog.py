@@ -148,8 +148,26 @@ def allow_no_thread(folder: Path) -> str:
     )
 
 
+def leave_no_folder_and_stop_reading(folder: Path) -> str:
+    """As a disk does that holds the run's folder, and the file of a `tee` behind the run."""
+    return f"{leave_no_folder(folder)}; {stop_reading_the_terminal(folder)}"
+
+
+def leave_no_room_and_stop_reading(folder: Path) -> str:
+    return leave_no_room(folder) + stop_reading_the_terminal(folder)
+
+
 @pytest.mark.parametrize(
-    "trouble", [leave_no_room, leave_no_folder, close_the_terminal, stop_reading_the_terminal, allow_no_thread]
+    "trouble",
+    [
+        leave_no_room,
+        leave_no_folder,
+        close_the_terminal,
+        stop_reading_the_terminal,
+        leave_no_folder_and_stop_reading,
+        leave_no_room_and_stop_reading,
+        allow_no_thread,
+    ],
 )
 def test_what_a_run_hangs_in_does_not_keep_the_end_from_coming(tmp_path, trouble):
     """Each of these once ended the watchdog's own thread, and the run stood still for good."""

@@ -22,6 +22,12 @@ from tensorboard.util.tensor_util import make_ndarray
 from rl360.loggers.tensorboard import TEXT_CHARS, TensorBoardLogger, flatten
 
 
+@pytest.fixture(autouse=True)
+def _few_files(monkeypatch):
+    # A file's name ends in a number that the process counts up, read as text: 10 would come before 9. A run has few.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+
+
 def started(run_dir: Path, **config) -> TensorBoardLogger:
     logger = TensorBoardLogger()
     logger.start(run_dir, config)
@@ -140,9 +146,7 @@ def test_two_crashes_at_the_same_iteration(tmp_path):
     assert points(tmp_path, "eval/success_rate") == [(2, 0.5)]
 
 
-def test_a_finished_run_that_goes_on_has_one_final_value(tmp_path, monkeypatch):
-    # A file's name ends in a number that the process counts up, read as text: 10 would come before 9. A run has few.
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+def test_a_finished_run_that_goes_on_has_one_final_value(tmp_path):
     for end in (2, 4):
         logger = started(tmp_path, seed=1)
         for i in range(end - 2, end):

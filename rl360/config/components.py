@@ -63,11 +63,11 @@ HARBORS_OWN: dict[str, tuple[str, ...]] = {
         "logger",
         "network_policy",
         "phase_network_policies",
-        "cache_dir",
-        "run_id",
     ),
 }
-LOCAL_SANDBOX = "rl360.sandboxes.local:"
+# Of our own sandboxes (rl360.rollout.trial_worker); a class of somebody else's gets its kwargs and nothing besides.
+OUR_SANDBOXES, LOCAL_SANDBOX = "rl360.sandboxes.", "rl360.sandboxes.local:"
+FOR_OUR_SANDBOXES = ("cache_dir", "run_id")
 # Keys of the group itself, which would stand twice.
 OF_THE_GROUP = {
     "sandbox": ("network", "memory_mib", "cpus", "pids", "disk_mib", "lifetime_s", "start_timeout_s", "unprivileged"),
@@ -135,13 +135,15 @@ def target_problems(config: RootConfig) -> Iterator[str]:
 
 def _harbors_class(group: str, section: Any, prefixes: list[str]) -> Iterator[str]:
     own = section.import_path.startswith(OWN_PREFIXES)
-    twice = OF_THE_GROUP.get(group, ()) if own else ()
+    ours = section.import_path.startswith(OUR_SANDBOXES)
+    twice = OF_THE_GROUP["sandbox"] if ours else ()
+    by_the_run = (*HARBORS_OWN[group], *(FOR_OUR_SANDBOXES if ours else ()))
     if section.import_path.startswith(LOCAL_SANDBOX):
         twice = (*twice, "base")  # of other sandboxes it is one of their own, with other values
     for key in section.kwargs:
         if key in twice:
             yield f"{group}.kwargs.{key}: would stand beside {group}.{key} and win over it; expected {group}.{key}"
-        elif key in HARBORS_OWN[group]:
+        elif key in by_the_run:
             yield f"{group}.kwargs.{key}: is given by the run; expected none"
     found = yield from _checked_target(group, f"{group}.import_path", section.import_path, prefixes)
     if found is None:
@@ -150,7 +152,7 @@ def _harbors_class(group: str, section: Any, prefixes: list[str]) -> Iterator[st
     # drop it: of ours whose bases could all be read, a name that none of them has is a slip.
     if own and found.all_named:
         found = replace(found, accepts_any=False)
-    provided = (*found.required, *HARBORS_OWN[group], *twice)
+    provided = (*found.required, *by_the_run, *twice)
     yield from (f"{group}.kwargs.{p}" for p in argument_problems(found, section.kwargs, provided))
 
 
@@ -178,11 +180,13 @@ def _checked_target(group: str, path: str, target: str, prefixes: list[str]) -> 
 
 def _method_problems(group: str, name: str, target: str) -> Iterator[str]:
     has = methods(target)
-    missing = [method for method in METHODS.get(group, ()) if method not in has.awaited]
+    missing = [method for method in METHODS.get(group, ()) if method not in has.kinds]
     if missing and has.all_read:
         words = "one that the run can use" if group in ("agent", "sandbox") else f"a class for {group}"
         yield f"{name} has no {', '.join(missing)}; expected {words}, with {', '.join(METHODS[group])}"
-    not_awaited = [method for method in AWAITED.get(group, ()) if has.awaited.get(method) is False]
+    # Of rewards the run wants `async def` itself (rl360.engine.build); elsewhere one that is passed on will do.
+    refused = ("plain", "passed_on") if group == "reward" else ("plain",)
+    not_awaited = [method for method in AWAITED.get(group, ()) if has.kinds.get(method) in refused]
     if not_awaited:
         yield f"{name}.{', '.join(not_awaited)}: no `async def`; expected one, because the run awaits it"
 

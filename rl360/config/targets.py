@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rl360.config.names import suggestion
 from rl360.config.walk import fits_type
@@ -20,6 +20,9 @@ from rl360.config.walk import fits_type
 OWN_PREFIXES = ("rl360.", "launchers.")
 _MAX_HOPS = 8  # re-exports and base classes followed before we give up and accept anything
 _WITHOUT_KEYWORDS = ("Protocol", "object", "ABC")
+
+# `async def`; `def`; `def` that returns what another call gives, which may be awaited; not to be told from the source.
+Kind = Literal["async", "plain", "passed_on", "unknown"]
 
 _SIMPLE_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 
@@ -37,10 +40,10 @@ class Constructor:
 
 @dataclass(frozen=True, slots=True)
 class Methods:
-    """What a class has by name. `awaited`: whether it is `async def`; None: not to be told from the source."""
+    """What a class has by name."""
 
-    awaited: Mapping[str, bool | None]
-    all_read: bool  # all bases were read: a name that is not there is not there
+    kinds: Mapping[str, Kind]
+    all_read: bool  # all that gives it methods was read: a name that is not there is not there
 
 
 class TargetError(Exception):
@@ -71,29 +74,75 @@ def _methods_in(module: str, name: str, hops: int) -> Methods:
     node, module, hops = _found(module, name, hops)
     if node is None:
         return Methods({}, all_read=False)
-    awaited: dict[str, bool | None] = {}
-    all_read = not any("dataclass" not in ast.unparse(decorator) for decorator in node.decorator_list)
+    kinds: dict[str, Kind] = {}
+    bases_read = True
     for base in node.bases:
         if isinstance(base, ast.Name) and base.id in _WITHOUT_KEYWORDS:
             continue
-        if not isinstance(base, ast.Name):
-            all_read = False
-            continue
-        try:
-            found = _methods_in(module, base.id, hops - 1)
-        except (TargetError, OSError, SyntaxError):
-            all_read = False
-            continue
-        awaited = {**found.awaited, **awaited}
-        all_read = all_read and found.all_read
+        found = _methods_of_base(base, module, hops)
+        # One that cannot be read may have what a later one has, too.
+        kinds = {**(found.kinds if bases_read else dict.fromkeys(found.kinds, "unknown")), **kinds}
+        bases_read = bases_read and found.all_read
+    own, body_read = _own_methods(node)
+    added, none_added = _added_later(module, node.name)
+    kinds |= {**own, **added}
+    decorated = any("dataclass" not in ast.unparse(decorator) for decorator in node.decorator_list)
+    all_read = bases_read and body_read and none_added and not decorated and not node.keywords
+    return Methods(kinds, all_read and not {"__getattr__", "__getattribute__", "__new__"} & kinds.keys())
+
+
+def _methods_of_base(base: ast.expr, module: str, hops: int) -> Methods:
+    try:
+        if isinstance(base, ast.Name):
+            return _methods_in(module, base.id, hops - 1)
+    except (TargetError, OSError, SyntaxError):
+        pass
+    return Methods({}, all_read=False)
+
+
+def _own_methods(node: ast.ClassDef) -> tuple[dict[str, Kind], bool]:
+    """Those of a class's own body, and whether nothing in it can give others."""
+    kinds: dict[str, Kind] = {}
+    all_read = True
     for statement in _statements(node.body):
+        named: dict[str, Kind] = {}
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            plain = not statement.decorator_list
-            awaited[statement.name] = isinstance(statement, ast.AsyncFunctionDef) if plain else None
+            named = {statement.name: _kind(statement)}
         elif isinstance(statement, ast.Assign | ast.AnnAssign):
-            names = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            awaited |= {name.id: None for name in names if isinstance(name, ast.Name)}
-    return Methods(awaited, all_read and not {"__getattr__", "__getattribute__", "__new__"} & awaited.keys())
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            inner = (part for target in targets for part in ast.walk(target))
+            named = {part.id: "unknown" for part in inner if isinstance(part, ast.Name)}
+        elif isinstance(statement, ast.For | ast.With | ast.Import | ast.ImportFrom):
+            all_read = False
+        for name, kind in named.items():  # the same name in both branches of an if: either
+            kinds[name] = kind if kinds.get(name, kind) == kind else "unknown"
+    return kinds, all_read
+
+
+def _kind(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Kind:
+    if function.decorator_list:
+        return "unknown"
+    if isinstance(function, ast.AsyncFunctionDef):
+        return "async"
+    returned = [part.value for part in ast.walk(function) if isinstance(part, ast.Return)]
+    calls = [ast.unparse(value.func).rpartition(".")[2] for value in returned if isinstance(value, ast.Call)]
+    return "passed_on" if any(not called[:1].isupper() for called in calls) else "plain"  # a class gives its instance
+
+
+def _added_later(module: str, name: str) -> tuple[dict[str, Kind], bool]:
+    """Methods that a class is given below its body, and whether nothing else gives it any, as a call with it might."""
+    added: dict[str, Kind] = {}
+    none_else = True
+    for part in ast.walk(source_of(module)):
+        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and _is_name(part.value, name):
+            added[part.attr] = "unknown"
+        elif isinstance(part, ast.Call) and any(_is_name(argument, name) for argument in part.args):
+            none_else = False
+    return added, none_else
+
+
+def _is_name(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def argument_problems(target: Constructor, given: Mapping[str, Any], provided: Iterable[str]) -> list[str]:
@@ -158,6 +207,9 @@ def _statements(body: Iterable[ast.stmt]) -> Iterable[ast.stmt]:
         if isinstance(statement, ast.If | ast.Try):
             yield from _statements(statement.body)
             yield from _statements(statement.orelse)
+        if isinstance(statement, ast.Try):
+            for handler in statement.handlers:
+                yield from _statements(handler.body)
 
 
 def _class_in(module: str, name: str, hops: int) -> Constructor:
@@ -173,16 +225,28 @@ def _found(module: str, name: str, hops: int) -> tuple[ast.ClassDef | None, str,
         return None, module, 0
     tree, spec = _source(module)
     names = []
+    failed: TargetError | None = None  # of `try: from .fast import X`, `except ImportError: class X`
     for statement in _statements(tree.body):
-        if isinstance(statement, ast.ClassDef):
-            if statement.name == name:
-                return statement, module, hops
-            names.append(statement.name)
-        elif isinstance(statement, ast.ImportFrom):
-            for alias in statement.names:
-                if (alias.asname or alias.name) == name:
-                    return _found(_absolute(statement, module, spec), alias.name, hops - 1)
-    raise TargetError(f"no class {name} in {module}{suggestion(name, names)}")
+        try:
+            if isinstance(statement, ast.ClassDef):
+                if statement.name == name:
+                    return statement, module, hops
+                names.append(statement.name)
+            elif isinstance(statement, ast.ImportFrom):
+                for alias in statement.names:
+                    if (alias.asname or alias.name) == name or alias.name == "*":
+                        own = name if alias.name == "*" else alias.name
+                        return _found(_absolute(statement, module, spec), own, hops - 1)
+            elif isinstance(statement, ast.Assign) and any(_is_name(target, name) for target in statement.targets):
+                if isinstance(statement.value, ast.Name):
+                    return _found(module, statement.value.id, hops - 1)
+                if isinstance(statement.value, ast.Call | ast.Attribute | ast.Subscript):
+                    return None, module, hops  # made or taken from elsewhere: it may be anything
+        except TargetError as error:
+            failed = failed if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*" else error
+    if any(isinstance(statement, ast.FunctionDef) and statement.name == "__getattr__" for statement in tree.body):
+        return None, module, hops
+    raise failed or TargetError(f"no class {name} in {module}{suggestion(name, names)}")
 
 
 def _absolute(statement: ast.ImportFrom, module: str, spec: ModuleSpec) -> str:
@@ -196,7 +260,7 @@ def _absolute(statement: ast.ImportFrom, module: str, spec: ModuleSpec) -> str:
 
 def _constructor_of(node: ast.ClassDef, module: str, hops: int) -> Constructor:
     bases = [base for base in node.bases if not (isinstance(base, ast.Name) and base.id in _WITHOUT_KEYWORDS)]
-    methods = {s.name: s for s in node.body if isinstance(s, ast.FunctionDef)}
+    methods = {s.name: s for s in _statements(node.body) if isinstance(s, ast.FunctionDef)}
     if "__init__" in methods:
         own = _from_init(node.name, methods["__init__"])
         if "__new__" in methods:  # may hand keywords to another class
@@ -204,11 +268,15 @@ def _constructor_of(node: ast.ClassDef, module: str, hops: int) -> Constructor:
         return _with_bases(own, bases, module, hops) if own.accepts_any and bases else own
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
         return _from_dataclass(node)
-    named = next((base for base in bases if isinstance(base, ast.Name)), None)
-    found = _base(named, module, hops) if named is not None else None
-    if found is None:
-        return Constructor(node.name, {}, (), accepts_any=bool(bases), all_named=not bases)
-    return replace(found, name=node.name, all_named=found.all_named and len(bases) == 1)
+    if node.decorator_list:  # may give it a constructor
+        return Constructor(node.name, {}, (), accepts_any=True, all_named=False)
+    for base in bases:  # the first that has one, behind mixins that have none
+        found = _base(base, module, hops)
+        if found is None:
+            return Constructor(node.name, {}, (), accepts_any=True, all_named=False)
+        if found.annotations or found.accepts_any:
+            return replace(found, name=node.name, all_named=found.all_named and len(bases) == 1)
+    return Constructor(node.name, {}, ())
 
 
 def _base(base: ast.expr, module: str, hops: int) -> Constructor | None:

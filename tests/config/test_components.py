@@ -176,3 +176,63 @@ def test_the_keywords_are_those_of_build():
     assert set(given["config.trainer"]) == set(PROVIDED["trainer"])
     assert set(given["config.gateway"]) == set(PROVIDED["gateway"])
     assert given["rollout"] == ROLLOUT_KEYWORDS
+
+
+def test_classes_that_source_alone_does_not_tell_pass(tmp_path, monkeypatch):
+    """Each is usable, and was refused: methods from elsewhere, another name, awaited though not `async def`."""
+    (tmp_path / "lab_star.py").write_text(
+        "class Starred:\n    def __init__(self, name: str, x: int = 1): ...\n    async def score(self, *a): ...\n"
+    )
+    (tmp_path / "lab_made.py").write_text(
+        "import functools\n"
+        "import lab_star as star\n"
+        "from lab_star import *\n"
+        "async def score(self, task, attempts, deadline_s): ...\n"
+        "def adds(cls): return cls\n"
+        "class Named:\n    def __init__(self, name: str, x: int = 1): ...\n"
+        "class Plain:\n    def score(self): ...\n"
+        "class Later(Named): ...\n"
+        "Later.score = score\n"
+        "class Handed(Named): ...\n"
+        "adds(Handed)\n"
+        "class Meta(Named, metaclass=type): ...\n"
+        "class Branches(Named):\n"
+        "    if True:\n        async def score(self, *a): ...\n"
+        "    else:\n        def score(self, *a): ...\n"
+        "class UnreadFirst(star.Starred, Plain): ...\n"
+        "class Mixin:\n    def helps(self): ...\n"
+        "class Mixed(Mixin, Starred): ...\n"
+        "class Together(Named):\n    score, other = score, None\n"
+        "@adds\nclass Init: ...\n"
+        "class InitInIf:\n"
+        "    if True:\n        def __init__(self, name, x=1): ...\n"
+        "    async def score(self, *a): ...\n"
+        "Alias = Starred\n"
+        "Partial = functools.partial(Alias)\n"
+        "try:\n    from lab_fast import Fast\n"
+        "except ImportError:\n    class Fast(Starred): ...\n"
+        "class Passes:\n"
+        "    def __init__(self, inner=None, cache_dir=None, **kw): self.inner = inner\n"
+        "    def setup(self, *a): return self.inner.setup(*a)\n"
+        "    def run(self, *a): return self.inner.run(*a)\n"
+        "    def start(self, *a): return self.inner.start(*a)\n"
+        "    def stop(self, *a): return self.inner.stop(*a)\n"
+        "    def exec(self, *a): return self.inner.exec(*a)\n"
+        "    def upload_file(self, *a): return self.inner.upload_file(*a)\n"
+        "    def download_file(self, *a): return self.inner.download_file(*a)\n"
+        "class Gives(Passes):\n    def exec(self, *a): return Result(1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    allow = "allow_targets=[lab_made]"
+    names = "Later Handed Meta Branches UnreadFirst Mixed Together Init InitInIf Starred Alias Partial Fast"
+    for fine in names.split():
+        assert problems(allow, reward={"mine": {"_target_": f"lab_made.{fine}", "x": 2}}) == (), fine
+    assert problems(allow, reward={"mine": {"_target_": "lab_made.Alias", "y": 2}}) == (
+        "reward.mine.y: unknown key for Starred; there are: x",
+    )
+    assert problems(allow, agent={"import_path": "lab_made:Passes"}) == ()
+    theirs = {"import_path": "lab_made:Passes", "kwargs": {"cache_dir": "/x", "run_id": "r"}}  # nobody else gives these
+    assert problems(allow, sandbox=theirs) == ()
+    assert problems(allow, sandbox={"import_path": "lab_made:Gives"}) == (
+        "sandbox.import_path: Gives.exec: no `async def`; expected one, because the run awaits it",
+    )

@@ -19,6 +19,7 @@ from yaml import YAMLError
 from rl360.config.check import load
 from rl360.config.compose import Composed, Request, compose, governed_keys
 from rl360.config.files import Found
+from rl360.config.resolvers import with_absolute_paths
 from rl360.config.run_folder import PLAN, RESOLVED
 
 # Of a trainer: how its work is split and kept, which leaves the gradient what it is but for rounding.
@@ -78,10 +79,14 @@ RESUMABLE = (
     *(f"rollout.sglang.{key}" for key in _WHERE_IT_SERVES),
     *(f"trainer.{key}" for key in _WHERE_IT_TRAINS),
 )
+# Folders that may be somewhere else now, as on another machine: only as themselves, never by way of a group. Tasks are
+# compared by their hashes, a model by its numbers.
+_MOVED = ("model.path", "tasks.path", "evaluation.tasks.path")
 _WORDS = (
     *(key for key in RESUMABLE if not key.startswith(("trainer.", "rollout.sglang."))),
     f"of rollout.sglang {', '.join(_WHERE_IT_SERVES)}",
     f"of trainer {', '.join(_WHERE_IT_TRAINS)}",
+    f"to other copies of the same folders {', '.join(_MOVED)}",
 )
 _SET_BY_RESUME = ("resume", "output_dir")
 
@@ -105,6 +110,7 @@ def resumed(request: Request, folder: Path) -> Composed:
     asked = replace(request, overrides=others)
     fresh = compose(asked) if others else Composed(saved)
     problems = list(fresh.problems)
+    saved = with_absolute_paths(saved)  # earlier versions saved them as they were given, and what is given now is not
     values: Any = OmegaConf.create(saved)
     roots = governed_keys(asked) if others else {}
     given = [(text, key) for text, root in roots.items() for key in _differences(saved, fresh.values, root)]
@@ -113,7 +119,7 @@ def resumed(request: Request, folder: Path) -> Composed:
     for text, key in given:
         if key in unknown:
             problems.append(unknown[key])
-        elif not _permitted(key):
+        elif not _permitted(key) and not (key in _MOVED and roots[text] == key and _get(fresh.values, key)):
             now, before = _get(fresh.values, key), _get(saved, key)
             refused.append(f"{key}: {now!r} ({text}) differs from {before!r} of the saved run")
         elif _has(fresh.values, key):

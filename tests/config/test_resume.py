@@ -41,6 +41,30 @@ def test_listed_keys_may_change_and_only_they(run):
     assert composed.values["trainer"]["learning_rate"] == 2e-5
 
 
+def test_paths_that_an_earlier_version_saved_as_they_were_given(run, tmp_path, monkeypatch):
+    """The same command line differed from them, and the run could not be resumed by it."""
+    monkeypatch.chdir(tmp_path)
+    saved = OmegaConf.load(run / "resolved.yaml")
+    saved.model.path, saved.tasks.path = "my model", "pool"
+    OmegaConf.save(saved, run / "resolved.yaml")
+    composed = resumed(Request((f"resume={run}", "model.path=my model", "tasks.path=pool")), run)
+    assert composed.problems == ()
+    assert composed.values["model"]["path"] == str(tmp_path / "my model")
+    assert resumed(Request((f"resume={run}",)), run).values["tasks"]["path"] == str(tmp_path / "pool")
+
+
+def test_folders_that_are_elsewhere_now(run):
+    """A run folder that was copied to another machine: its paths are absolute, and named the first one's."""
+    moved = ("model.path=/there/model", "tasks.path=/there/pool", "evaluation.tasks.path=/there/held_out")
+    composed = resumed(Request((f"resume={run}", *moved)), run)
+    assert composed.problems == ()
+    assert composed.values["model"]["path"] == "/there/model"
+    assert composed.values["tasks"]["path"] == "/there/pool"
+    assert composed.values["evaluation"]["tasks"]["path"] == "/there/held_out"
+    by_a_group = resumed(Request((f"resume={run}", "tasks=multi_turn")), run).problems
+    assert any(problem.startswith("tasks.path: ") for problem in by_a_group)
+
+
 def test_every_other_change_is_named_with_both_values(run):
     composed = resumed(Request((f"resume={run}", "seed=8", "trainer.learning_rate=0.1", "group_size=8")), run)
     assert [problem.split(" of the saved")[0] for problem in composed.problems] == [

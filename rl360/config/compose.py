@@ -193,7 +193,7 @@ def _loader(request: Request) -> Iterator[ConfigLoader]:
 
 def _parsed(loader: ConfigLoader, text: str) -> Override | str:
     try:
-        return OverridesParser.create(config_loader=loader).parse_override(text)
+        return OverridesParser.create(config_loader=loader).parse_overrides([text])[0]  # knows the loader, for glob()
     except HydraException as error:
         return f"{text}: cannot be read as key=value ({_first_line(error)})"
 

@@ -46,7 +46,8 @@ def asked_directly(host: str) -> dict[str, str]:
     """Of trial workers: agents' model clients (LiteLLM) heed http_proxy, and would ask it for the session proxy."""
     said = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     hosts = [*said.split(","), host, "127.0.0.1", "localhost"]
-    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(dict.fromkeys(filter(None, hosts))))
+    alone = "*" if "*" in hosts else ",".join(dict.fromkeys(filter(None, hosts)))  # as one of several * means no host
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), alone)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,8 @@ def test_what_no_proxy_said_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "example.org,127.0.0.1")
     expected = "example.org,127.0.0.1,10.0.0.1,localhost"
     assert asked_directly("10.0.0.1") == {"no_proxy": expected, "NO_PROXY": expected}
+    monkeypatch.setenv("no_proxy", "*")  # in a list, most clients read it as the name of a host
+    assert asked_directly("10.0.0.1") == {"no_proxy": "*", "NO_PROXY": "*"}
 
 
 def test_an_agent_without_a_model_gets_no_url(tmp_path: Path) -> None:

@@ -161,3 +161,10 @@ def test_paths_do_not_depend_on_where_the_command_runs(tmp_path, monkeypatch):
     assert found["sandbox"]["base"] == str(tmp_path / "roots" / "a")
     untouched = compose(Request(())).values
     assert (untouched["model"]["path"], untouched["sandbox"]["base"]) == (None, "auto")
+
+
+def test_a_glob_runs_every_option_that_it_fits():
+    """It was a traceback: an override parsed by itself does not know which options there are."""
+    points = compose_points(Request(("algorithm=glob(grpo*)", "seed=1"), multirun=True))
+    assert [point.choices["algorithm"] for point in points] == ["grpo", "grpo_async", "grpo_std"]
+    assert all(point.problems == () for point in points)

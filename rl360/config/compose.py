@@ -193,9 +193,11 @@ def _loader(request: Request) -> Iterator[ConfigLoader]:
 
 def _parsed(loader: ConfigLoader, text: str) -> Override | str:
     try:
-        return OverridesParser.create(config_loader=loader).parse_overrides([text])[0]  # knows the loader, for glob()
+        override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         return f"{text}: cannot be read as key=value ({_first_line(error)})"
+    override.config_loader = loader  # for glob()
+    return override
 
 
 def _compose(loader: ConfigLoader, request: Request, overrides: Sequence[str]) -> Composed:

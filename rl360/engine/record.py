@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rl360.engine.journal import Journal, Trajectories
 from rl360.engine.ledger import Ledger, Started, is_run_again
-from rl360.protocols import Logger
+from rl360.protocols import Logger, Watchdog
 from rl360.types import (
     Attempt,
     AttemptSpec,
@@ -30,7 +29,6 @@ from rl360.types import (
 
 log = logging.getLogger(__name__)
 
-FINISH_S = 60.0  # of one logger at the end of a run, which no watchdog looks after any more
 SAMPLE_TEXTS = 2  # attempts an iteration whose text goes to the loggers; all of them are in the trajectories
 
 
@@ -155,17 +153,16 @@ class RunRecord:
         """A checkpoint at `iteration` is complete: the journal need not bring back what came before it."""
         self._journal.forget_before(iteration, last_evaluated)
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Tell every logger that the run is over. What one of them raises is logged: the run has ended as it has. One
-        that does not come back (a service that is not reached) is left after FINISH_S: nodes may be held by this."""
+    def finish(self, summary: Mapping[str, Any], watchdog: Watchdog) -> None:
+        """Tell every logger that the run is over. What one of them raises is logged: the run has ended as it has. The
+        watchdog ends the process where one does not come back (a service that is not reached): it holds nodes."""
         for logger in self.loggers:
-            done: Future[None] = Future()
-            threading.Thread(target=_finish, args=(logger, summary, done), name="logger-finish", daemon=True).start()
-            try:
-                done.result(FINISH_S)
-            except Exception as error:
-                text = f"{type(error).__name__}: {error}" if done.done() else f"no answer for {FINISH_S:g} s"
-                log.error("logger %s did not finish: %s", type(logger).__name__, text, exc_info=done.done())
+            name = type(logger).__name__
+            with watchdog.stage(f"end of logger {name}"):
+                try:
+                    logger.finish(summary)
+                except Exception as error:
+                    log.exception("logger %s did not finish: %s: %s", name, type(error).__name__, error)
 
     def counts(self) -> dict[str, int]:
         return self._ledger.counts()
@@ -182,14 +179,6 @@ class RunRecord:
 
     def close(self) -> None:
         self._ledger.close()
-
-
-def _finish(logger: Logger, summary: Mapping[str, Any], done: Future[None]) -> None:
-    try:
-        logger.finish(summary)
-        done.set_result(None)
-    except BaseException as error:
-        done.set_exception(error)
 
 
 def outcome_of(spec: AttemptSpec | Started, kind: OutcomeKind, reason: str | None) -> Outcome:

@@ -83,7 +83,11 @@ def run_experiment(config: RootConfig, resolved: DictConfig) -> dict[str, Any]:
         finally:
             with disk.unless_full(run_dir):
                 summary = write_down(reason, error)
-                record.finish(summary)
+                with Watchdog(
+                    config.cluster.no_progress_s, lambda: "a service of its own", log_dir=run_dir / "logs",
+                    kill_children=_kill_children,
+                ) as watchdog:  # fmt: skip
+                    record.finish(summary, watchdog)
         return summary
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 from collections.abc import Iterator
 
 from rl360.config.schemas import GatewayConfig, RootConfig, SmgGatewayConfig
+from rl360.gateway.ports import bind_error
 
 # Arguments that SMG gets from us, and those that would write a secret into the config and the list of processes.
 _OURS = ("--host", "--port", "--prometheus-host", "--prometheus-port", "--policy", "--worker-urls")
@@ -60,17 +60,6 @@ def gateway_machine_problems(config: RootConfig) -> Iterator[str]:
         return
     for key in ("port", "smg_port", "metrics_port"):
         yield from _port_problem(gateway, key)
-
-
-def bind_error(host: str, port: int) -> str | None:
-    """Why nothing here can listen at it; None when something can."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.strerror or str(error)
-    return None
 
 
 def _port_problem(gateway: GatewayConfig, key: str) -> Iterator[str]:

@@ -10,10 +10,10 @@ import importlib.util
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from rl360.config.gateway import bind_error
 from rl360.config.gpu_memory import layout_of
 from rl360.config.schemas import ClusterConfig, MegatronTrainerConfig, RootConfig
 from rl360.errors import ConfigError
+from rl360.gateway.ports import bind_error
 from rl360.models.megatron.layout import TE_INSTALL
 
 

@@ -108,6 +108,8 @@ def _train(
     finished_before = record.resume_at(state.iteration, state.version, state.last_evaluated)
     if checkpoint is not None or finished_before:
         log.info("resuming at iteration %d with %d finished attempts", state.iteration, len(finished_before))
+        where = "from its checkpoint" if checkpoint is not None else "no checkpoint was complete yet"
+        print(f"resuming at iteration {state.iteration + 1}/{config.iterations}: {where}", flush=True)
 
     with ExitStack() as stack:
         stop = stack.enter_context(_stop_signals())

@@ -19,8 +19,8 @@ from typing import Any
 import aiohttp
 
 from rl360.errors import EngineError
-from rl360.gateway.open_files import USED_UP
 from rl360.gateway.prompt_ids import PromptIds
+from rl360.open_files import USED_UP
 
 # Characters of an engine's error body that go into the message.
 QUOTED_CHARS = 500

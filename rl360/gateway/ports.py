@@ -40,13 +40,19 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def port_problem(host: str, port: int) -> str | None:
-    """Why a server of ours cannot listen there; None: it can. One that just ended is no hindrance."""
+    """Why a server of ours cannot listen there, as a sentence; None: it can."""
+    error = bind_error(host, port)
+    return f"port {port} on {host} cannot be used: {error}" if error else None
+
+
+def bind_error(host: str, port: int) -> str | None:
+    """Why nothing of this machine can listen there; None: something can. A listener that just ended is no hindrance."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            return f"port {port} on {host} cannot be used: {error.strerror}"
+            return error.strerror or str(error)
     return None
 
 

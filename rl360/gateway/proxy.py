@@ -23,7 +23,6 @@ from aiohttp import web
 from rl360.errors import ConfigError, InfrastructureError
 from rl360.gateway.engine_client import HttpEngine
 from rl360.gateway.engine_pool import EnginePool
-from rl360.gateway.open_files import allow_many
 from rl360.gateway.openai_api import RequestError, stream_events
 from rl360.gateway.parsers import make_parser
 from rl360.gateway.replies import Services
@@ -34,6 +33,7 @@ from rl360.gateway.smg_route import SmgRoute
 from rl360.gateway.templates import ChatTemplate
 from rl360.gateway.tokenizer import TextTokenizer
 from rl360.gateway.verify import make_question, verify_hops
+from rl360.open_files import allow_many
 from rl360.types import AttemptSpec, Session
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from typing import Any
 
 from rl360.errors import ConfigError, EngineError, InfrastructureError
 from rl360.gateway.engine_client import HttpEngine
-from rl360.gateway.open_files import allow_many
 from rl360.gateway.smg_process import Listed, SmgProcess, SmgSettings, require_smg
+from rl360.open_files import allow_many
 
 log = logging.getLogger(__name__)
 

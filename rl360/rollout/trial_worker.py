@@ -94,13 +94,13 @@ class TrialWorker:
         await asyncio.to_thread(self._prepare)
 
     def _prepare(self) -> None:
+        from rl360.open_files import allow_many
         from rl360.rollout.harbor_trial import TaskCache
         from rl360.rollout.verification import changes_over
-        from rl360.sandboxes.local.keeper import raise_descriptor_limit
 
         self._tasks = TaskCache(swaps=changes_over(self._sandbox["import_path"]))
         _quieten_harbor()
-        raise_descriptor_limit()
+        allow_many()
         self._trials_dir.mkdir(parents=True, exist_ok=True)
         if self._is_local:
             from rl360.sandboxes.local.host import open_host

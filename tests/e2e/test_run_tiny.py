@@ -143,7 +143,7 @@ def test_killed_in_the_middle_and_resumed_it_equals_an_unbroken_run(tiny_llama_d
 
     kill_after_attempts(command(tiny_llama_dir, broken, *numbers), environment, broken, iteration=3, attempts=2)
     assert not (broken / "checkpoints" / "iteration-000004").exists()
-    finish(resume_command(broken), environment)
+    assert "resuming at iteration 3/4: from its checkpoint" in finish(resume_command(broken), environment).stdout
 
     mine, theirs = learned(unbroken), learned(broken)
     assert mine.keys() == theirs.keys()

@@ -26,6 +26,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from rl360.open_files import allow_many
 from rl360.sandboxes.local import cgroups, syscalls
 
 MAX_MESSAGE = 180_000  # bytes; below the default socket buffer, so that one message is one packet
@@ -59,15 +60,9 @@ class _Sandbox:
     event: dict[str, Any] = field(default_factory=dict)
 
 
-def raise_descriptor_limit() -> None:
-    """Let this process open as many files as it may: many sandboxes at once take several each."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def main(control_fd: int, owner_dir: str) -> None:
     """Serve until the worker closes its end, then remove everything."""
-    raise_descriptor_limit()
+    allow_many()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the worker decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(control_fd, False)  # or every sandbox would hold the keeper's control socket

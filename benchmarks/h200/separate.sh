@@ -9,6 +9,7 @@
 #
 # Attempts of up to three turns (write, look at the public examples, repair), whose lengths differ: a synchronous loop waits
 # for the longest of each iteration. All three use the algorithm for stale samples, which does nothing to fresh ones.
+# RL360_LOOPS="colocated" makes some of them alone, beside what earlier calls have left in $RL360_WORK.
 # With RL360_PAIRS="0,1 2,3" (four GPUs) the first two run side by side, each with its pair and its half of the cores.
 source "$(dirname "$0")/runs.sh"
 iterations=${1:-12}
@@ -38,16 +39,22 @@ on_pair() {
     program=(env "CUDA_VISIBLE_DEVICES=${pairs[$1]}" python3 -m rl360.cli run)
 }
 between() { [ ${#pairs[@]} -ge 2 ] || finish; }
+# loop NAME [key=value ...]: when it is among those asked for.
+loop() {
+    case " ${RL360_LOOPS:-onpolicy ahead colocated} " in
+        *" $1 "*) begin "$1" "$cores" "${common[@]}" "${@:2}" ;;
+    esac
+}
 sample_gpus "$out/gpus.csv"
 # The pair that the prediction needs comes first, in case that the time ends.
 on_pair 0
-begin onpolicy "$cores" "${common[@]}" "${apart[@]}" rollout.max_staleness=0
+loop onpolicy "${apart[@]}" rollout.max_staleness=0
 between
 on_pair 1
-begin ahead "$cores" "${common[@]}" "${apart[@]}" "rollout.max_staleness=$staleness"
+loop ahead "${apart[@]}" "rollout.max_staleness=$staleness"
 finish
 on_pair 0
-begin colocated "$cores" "${common[@]}" "${together[@]}" rollout.max_staleness=0
+loop colocated "${together[@]}" rollout.max_staleness=0
 finish
 names=(colocated onpolicy ahead)
 recounts "${names[@]}"

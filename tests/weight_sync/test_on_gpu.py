@@ -112,7 +112,7 @@ def test_a_broadcast_that_nobody_takes_is_cut_off() -> None:
     """What ends a hang inside a broadcast: see BroadcastTransport._broadcast."""
     if torch.cuda.device_count() < 2:
         pytest.skip("two ranks of one NCCL group cannot share a GPU")
-    size = 2**26  # more than what a rank sends ahead
+    size = 2**30  # more than what a rank sends ahead: over NVLink 64 MiB went through to a receiver that stood still
     weights = {name: torch.ones(size, dtype=torch.uint8, device="cuda:0") for name in "ab"}
     source, port = TensorSource(weights.items), free_port("127.0.0.1")
     source.begin(size, None)

@@ -6,8 +6,8 @@ staleness. Admission is that of the run itself (rl360.rollout.admission). Left t
 
 An attempt is: wait for a slot, start a sandbox, then turns of sampling and tools, then the verifier. An engine decodes
 one token of each of its n open requests in `a + b n` seconds: a for reading the weights, b for each request's own part
-(J. Pope et al. 2022, "Efficiently scaling transformer inference", arXiv:2211.05102, section 2); prompts are not
-counted. Equal arguments give equal results to the last bit.
+(J. Pope et al. 2022, "Efficiently scaling transformer inference", arXiv:2211.05102, section 2). Before its tokens a
+request takes `request_s`: its prompt, and the way there and back. Equal arguments give equal results to the last bit.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class AttemptWork:
 Work = Callable[[int, int, int], AttemptWork]
 """(iteration, slot of the group, member) -> its work. A function of its arguments: it may be asked in any order."""
 
+Sampled = Callable[[tuple[int, int, int], float, float], None]
+"""Told of every request that ends: its (iteration, slot, member), its seconds on the engine without pauses, and how
+many the engine had open meanwhile, on average over its tokens, itself among them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -65,6 +69,7 @@ class Setup:
     engines: int = 1
     request_tokens_per_s: float = 100.0  # of a request that has an engine to itself
     engine_tokens_per_s: float = math.inf  # of an engine with very many requests; inf: each is as fast as alone
+    request_s: float = 0.0  # of a model call, besides its tokens
     train_s: float = 0.0  # of a step, whatever its size
     train_tokens_per_s: float = math.inf  # sampled tokens that a step trains on, on top of train_s
     publish_s: float = 0.0  # from the step's end until every engine has the new weights
@@ -75,7 +80,7 @@ class Setup:
         """Everything that makes no sense, one line each."""
         least_one = ("iterations", "tasks_per_iteration", "group_size", "concurrency", "engines")
         found = [f"{k}: {getattr(self, k)}; expected at least 1" for k in least_one if getattr(self, k) < 1]
-        amounts = ("max_staleness", "train_s", "publish_s", "stall_s")
+        amounts = ("max_staleness", "request_s", "train_s", "publish_s", "stall_s")
         found += [f"{k}: {getattr(self, k)}; {_AMOUNT}" for k in amounts if not _is_amount(getattr(self, k))]
         rates = ("request_tokens_per_s", "engine_tokens_per_s", "train_tokens_per_s")
         found += [f"{k}: {getattr(self, k)}; {_RATE}" for k in rates if not getattr(self, k) >= 1.0 / LARGEST]
@@ -155,16 +160,17 @@ def _rate(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0.0 else math.inf if count > 0.0 else 0.0
 
 
-def simulate(setup: Setup, work: Work) -> Simulated:
+def simulate(setup: Setup, work: Work, sampled: Sampled | None = None) -> Simulated:
     """Run the loop. Raises ValueError with everything that is wrong with `setup`, or with the work of an attempt."""
     if problems := setup.problems():
         raise ValueError("\n".join(problems))
-    return _Simulation(setup, work).run()
+    return _Simulation(setup, work, sampled).run()
 
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
     group: _Group
+    place: tuple[int, int, int]
     work: AttemptWork
     engine: _Engine | None = None
     versions: dict[int, float] = field(default_factory=dict)  # tokens sampled under each
@@ -180,8 +186,10 @@ class _Group:
 @dataclass(slots=True, eq=False)
 class _Request:
     attempt: _Attempt
+    tokens: float
     finish: float  # on the engine's count of tokens that each of its requests has got
     counted: float  # up to here its tokens have a version
+    began: tuple[float, float]  # the engine's time with requests, and its tokens by their number
     resume: Callable[[], None]
 
 
@@ -198,16 +206,17 @@ class _Engine:
         self.num_open = 0  # attempts that were given to it
         self.paused = False
         self.busy_s = 0.0
+        self.loads = 0.0  # sum over tokens of a request: how many got theirs beside it
         self.stamp = 0  # of the last change: an end that was announced before it is void
 
     def advance(self, now: float) -> None:
         if self.requests and not self.paused:
-            self._count += (now - self._at) / self._token_s()
+            self._move_to(self._count + (now - self._at) / self._token_s())
             self.busy_s += now - self._at
         self._at = now
 
     def add(self, attempt: _Attempt, tokens: float, resume: Callable[[], None]) -> None:
-        request = _Request(attempt, self._count + tokens, self._count, resume)
+        request = _Request(attempt, tokens, self._count + tokens, self._count, (self.busy_s, self.loads), resume)
         heapq.heappush(self.requests, (request.finish, next(self._order), request))
 
     def next_end(self) -> float | None:
@@ -217,9 +226,12 @@ class _Engine:
 
     def pop(self) -> _Request:
         """The request that ends now; the count is set to its end, so that rounding does not add up."""
-        finish, _, request = heapq.heappop(self.requests)
-        self._count = finish
-        return request
+        self._move_to(self.requests[0][0])
+        return heapq.heappop(self.requests)[2]
+
+    def _move_to(self, count: float) -> None:
+        self.loads += (count - self._count) * len(self.requests)
+        self._count = count
 
     def count_tokens(self, version: int) -> None:
         """Put down what open requests have got so far to `version`."""
@@ -242,9 +254,10 @@ Process = Generator[tuple[str, float], None, None]
 
 
 class _Simulation:
-    def __init__(self, setup: Setup, work: Work) -> None:
+    def __init__(self, setup: Setup, work: Work, sampled: Sampled | None) -> None:
         self._setup = setup
         self._work = work
+        self._tell = sampled
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -310,9 +323,8 @@ class _Simulation:
         while self._submitted < admitted_before(iteration, setup.max_staleness, setup.iterations):
             for slot in range(setup.tasks_per_iteration):
                 group = _Group((self._submitted, slot))
-                group.attempts = [
-                    _Attempt(group, self._sensible(self._submitted, slot, member)) for member in range(setup.group_size)
-                ]
+                places = [(self._submitted, slot, member) for member in range(setup.group_size)]
+                group.attempts = [_Attempt(group, place, self._sensible(*place)) for place in places]
                 self._waiting += group.attempts
             self._submitted += 1
         self._start_waiting()
@@ -343,6 +355,7 @@ class _Simulation:
         for turn in range(work.turns):
             if turn:
                 yield "sleep", work.tools_s / (work.turns - 1)
+            yield "sleep", self._setup.request_s
             yield "sample", work.tokens / work.turns
         attempt.engine.num_open -= 1
         yield "sleep", work.after_s + (work.tools_s if work.turns == 1 else 0.0)
@@ -379,6 +392,9 @@ class _Simulation:
         engine.advance(self._now)
         request = engine.pop()
         _sampled(request, request.finish, self._version)
+        if self._tell is not None:
+            busy_s, loads = engine.busy_s - request.began[0], engine.loads - request.began[1]
+            self._tell(request.attempt.place, busy_s, loads / request.tokens)
         self._announce_end(engine)
         request.resume()
 

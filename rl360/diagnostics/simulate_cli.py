@@ -8,21 +8,22 @@ Out: a table, and with a run its own measured step beside the simulated one. Lef
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rl360.diagnostics.recorded import EngineRates, RecordedRun
 from rl360.diagnostics.simulate import LARGEST, AttemptWork, Setup, Simulated, Work, simulate
-from rl360.errors import ConfigError, RL360Error
+from rl360.errors import ConfigError
 from rl360.seeding import seed_from
 
 P90_DEVIATIONS = 1.2815515655446004  # 90 % of a normal distribution are below this many standard deviations
+DRAWS = 8  # of a prediction: an iteration waits for its longest attempt, and few iterations say little of those
 WIDEST = 1000.0  # a 90 % point by the median: the longest of a million draws is then 2e11 medians long
 
 HELP = {
@@ -33,6 +34,7 @@ HELP = {
     "engines": "rollout engines; attempts go to the one with the fewest",
     "request_tokens_per_s": "sampling rate of a request that has an engine to itself",
     "engine_tokens_per_s": "rate of an engine with very many requests together; left out: each is as fast as alone",
+    "request_s": "seconds of a model call besides its tokens: its prompt, and the way there and back",
     "train_s": "seconds of a step, whatever its size",
     "train_tokens_per_s": "sampled tokens a second that a step trains on, on top of --train-s; left out: no such part",
     "publish_s": "from the end of a step until every engine has the new weights",
@@ -44,98 +46,6 @@ TIMES = {
     "tools_s": "seconds of its tools, all turns together",
     "after_s": "seconds after its last model call",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedRun:
-    """What a run folder says: its attempts by group, its measured rows and its config."""
-
-    groups: tuple[tuple[AttemptWork, ...], ...]
-    request_tokens_per_s: float  # median over attempts, under that run's load
-    rows: tuple[dict[str, float], ...]
-    config: dict[str, Any]
-
-    @classmethod
-    def read(cls, folder: Path) -> RecordedRun:
-        """Raises RL360Error when the folder has no finished iteration."""
-        from omegaconf import OmegaConf
-
-        from rl360.engine.journal import Trajectories
-
-        by_group: dict[str, list[AttemptWork]] = {}
-        rates: list[float] = []
-        for row in Trajectories(folder).rows():
-            if row["spec"]["purpose"] != "train" or not row.get("valid"):
-                continue
-            work, sampling_s = _recorded_work(row)
-            by_group.setdefault(row["spec"]["group_id"], []).append(work)
-            if sampling_s > 0 and work.tokens:
-                rates.append(work.tokens / sampling_s)
-        lines = _json_lines(folder / "metrics.jsonl")
-        rows = tuple(row for row in lines if "time/step_s" in row)
-        if not rates or not rows:
-            raise RL360Error(f"simulate {folder}: no finished iteration; expected a run folder with trajectories")
-        config: Any = OmegaConf.to_container(OmegaConf.load(folder / "resolved.yaml"))
-        groups = tuple(tuple(by_group[name]) for name in sorted(by_group))
-        return cls(groups, statistics.median(rates), rows, config)
-
-    def setup(self) -> Setup:
-        """The loop's numbers and the medians of its times. Publishing is a stall as far as the run says, else whole."""
-        publish_s = self._median("time/publish_s")
-        rollout = self.config["rollout"]
-        servers = rollout.get("sglang") or {}
-        started = int(servers.get("num_servers", 1)) if rollout["engine"] == "sglang" else 1
-        return Setup(
-            iterations=len(self.rows),
-            tasks_per_iteration=self.config["tasks_per_iteration"],
-            group_size=self.config["group_size"],
-            max_staleness=rollout["max_staleness"],
-            concurrency=rollout["concurrency"],
-            engines=len(rollout.get("engine_urls") or ()) or started,
-            request_tokens_per_s=self.request_tokens_per_s,
-            train_s=self._median("time/train_s"),
-            publish_s=publish_s,
-            stall_s=min(publish_s, self._median("time/sync_stall_s") or publish_s),
-            colocated=rollout["engine"] == "embedded" or bool(servers.get("colocated")),
-        )
-
-    @property
-    def step_s(self) -> float:
-        rows = self.rows[self.config["rollout"]["max_staleness"] + 1 :] or self.rows
-        return statistics.fmean(row["time/step_s"] for row in rows)
-
-    def work(self, seed: int) -> Work:
-        """Its groups, drawn again with replacement: members of a group stay together, since a task makes them alike."""
-
-        def drawn(iteration: int, slot: int, member: int) -> AttemptWork:
-            group = self.groups[seed_from(seed, iteration, slot) % len(self.groups)]
-            return group[member % len(group)]
-
-        return drawn
-
-    def _median(self, name: str) -> float:
-        return statistics.median(row.get(name, 0.0) for row in self.rows)
-
-
-def _recorded_work(row: dict[str, Any]) -> tuple[AttemptWork, float]:
-    times = row["timings"]
-    known_s = times["sandbox_s"] + times["agent_s"] + times["verify_s"]
-    tokens = sum(stop - start for segment in row["segments"] for start, stop in segment["sampled"])
-    work = AttemptWork(
-        tokens=float(tokens),
-        turns=max(len(row["turns"]), 1),
-        before_s=times["sandbox_s"] + max(times["total_s"] - known_s, 0.0),  # what nobody names is around the trial
-        tools_s=max(times["agent_s"] - times["engine_wait_s"], 0.0),
-        after_s=times["verify_s"],
-    )
-    return work, times["engine_wait_s"]
-
-
-def _json_lines(path: Path) -> list[dict[str, float]]:
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise RL360Error(f"simulate {path.parent}: {path.name} cannot be read ({error.strerror})") from error
 
 
 def log_normal(times: dict[str, tuple[float, float]], turns: int, seed: int) -> Work:
@@ -167,7 +77,7 @@ def main(arguments: Sequence[str], write: Callable[[str], object] = print) -> in
             )
     base = run.setup() if run else Setup(**{**_DEFAULTS, **given})
     setup = replace(base, **given)
-    work = _work(parsed, run)
+    work = _work(parsed, run, parsed.seed)
     setups = [replace(setup, max_staleness=s) for s in (stalenesses or [setup.max_staleness])]
     if problems := [problem for one in setups for problem in one.problems()]:
         raise ConfigError([f"simulate: {problem}" for problem in dict.fromkeys(problems)])
@@ -175,19 +85,32 @@ def main(arguments: Sequence[str], write: Callable[[str], object] = print) -> in
     for line in table(results):
         write(line)
     if run is not None:
-        own = simulate(run.setup(), run.work(parsed.seed))
-        error = 100.0 * (own.step_s / run.step_s - 1.0)
-        write(
-            f"the run itself: {run.step_s:.2f} s an iteration measured, {own.step_s:.2f} s simulated ({error:+.0f} %)"
-        )
+        write(_fit(run.rates))
+        own_s = run.simulated_step_s()
+        error = 100.0 * (own_s / run.step_s - 1.0)
+        write(f"the run itself: {run.step_s:.2f} s an iteration measured, {own_s:.2f} s simulated ({error:+.0f} %)")
     if parsed.against is not None:
         other = RecordedRun.read(parsed.against)
         # The other run's loop, but this one's attempts, rates and steps: nothing of what is predicted is looked at.
         loop = {name: getattr(other.setup(), name) for name in _LOOP}
-        predicted = simulate(replace(setup, **loop), work)
-        error = 100.0 * (predicted.step_s / other.step_s - 1.0)
-        write(f"{parsed.against}: {other.step_s:.2f} s measured, {predicted.step_s:.2f} s predicted ({error:+.0f} %)")
+        drawn = [_work(parsed, run, seed) for seed in range(parsed.seed, parsed.seed + (DRAWS if run else 1))]
+        each_s = sorted(simulate(replace(setup, **loop), work).step_s for work in drawn)
+        predicted_s = statistics.fmean(each_s)
+        error = 100.0 * (predicted_s / other.step_s - 1.0)
+        write(
+            f"{parsed.against}: {other.step_s:.2f} s measured, {predicted_s:.2f} s predicted ({error:+.0f} %), "
+            f"{each_s[0]:.2f} to {each_s[-1]:.2f} over {len(each_s)} draws of the attempts"
+        )
     return 0
+
+
+def _fit(rates: EngineRates) -> str:
+    full = rates.engine_tokens_per_s
+    together = "as many beside others" if math.isinf(full) else f"{full:.0f} of a full engine"
+    return (
+        f"its engines, fitted: {rates.request_tokens_per_s:.0f} tokens/s of a request alone, {together}, "
+        f"and {1000.0 * rates.call_s:.0f} ms a call"
+    )
 
 
 _LOOP = ("iterations", "tasks_per_iteration", "group_size", "max_staleness", "concurrency", "engines", "colocated")
@@ -200,16 +123,16 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def _work(parsed: argparse.Namespace, run: RecordedRun | None) -> Work:
+def _work(parsed: argparse.Namespace, run: RecordedRun | None, seed: int) -> Work:
     times = {name: value for name in TIMES if (value := getattr(parsed, name)) is not None}
     if run is None:
         turns = 1 if parsed.turns is None else parsed.turns
         if turns < 1:
             raise ConfigError(f"simulate: --turns {turns}; expected at least 1")
-        return log_normal({name: _median_and_p90(name, value) for name, value in times.items()}, turns, parsed.seed)
+        return log_normal({name: _median_and_p90(name, value) for name, value in times.items()}, turns, seed)
     if given := [*times, *(["turns"] if parsed.turns is not None else [])]:
         raise ConfigError(f"simulate: --{given[0].replace('_', '-')} with a run, whose attempts are dealt again")
-    return run.work(parsed.seed)
+    return run.work(seed)
 
 
 def _median_and_p90(name: str, value: Sequence[float]) -> tuple[float, float]:

@@ -6,6 +6,7 @@ here is the run's: take the folder, build, restore if there is something to rest
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import signal
@@ -48,6 +49,8 @@ def run_experiment(config: RootConfig, resolved: DictConfig) -> dict[str, Any]:
     assert config.output_dir is not None, "the command line names the run folder before it starts"
     run_dir = Path(config.output_dir)
     began = time.monotonic()
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # a crash in native code says in which line of Python
     with ExitStack() as stack:
         stack.enter_context(only_writer(run_dir))
         stack.enter_context(disk.reserve(run_dir))

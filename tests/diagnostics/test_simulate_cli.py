@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from rl360.cli import main as rl360
-from rl360.diagnostics.simulate_cli import RecordedRun, log_normal, main
+from rl360.diagnostics.simulate_cli import log_normal, main
 from rl360.engine.journal import Trajectories
 from rl360.errors import ConfigError, RL360Error
 from rl360.types import OutcomeKind, Timings
@@ -42,51 +42,21 @@ def make_run(folder, iterations=4, step_s=8.0, train_s=1.0, max_staleness=0):
     return folder
 
 
-def test_a_run_is_read_as_it_was_written(tmp_path):
-    run = RecordedRun.read(make_run(tmp_path / "run"))
-    assert run.request_tokens_per_s == pytest.approx(100.0)
-    (work,) = {work for group in run.groups for work in group}
-    assert (work.tokens, work.turns, work.before_s, work.tools_s, work.after_s) == (300.0, 1, 1.25, 2.0, 0.5)
-    setup = run.setup()
-    assert (setup.iterations, setup.group_size, setup.train_s, setup.publish_s, setup.stall_s) == (
-        4,
-        2,
-        1.0,
-        0.25,
-        0.25,
-    )
-    assert not setup.colocated
-
-
-def test_servers_that_the_run_started_are_counted_and_their_stall_is_what_it_says(tmp_path):
-    folder = make_run(tmp_path / "run")
-    rows = [
-        json.loads(line) | {"time/sync_stall_s": 0.1} for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for colocated in ("false", "true"):
-        (folder / "resolved.yaml").write_text(
-            "tasks_per_iteration: 1\ngroup_size: 2\nrollout: {engine: sglang, engine_urls: [], max_staleness: 0, "
-            f"concurrency: 64, sglang: {{num_servers: 3, colocated: {colocated}}}}}\n"
-        )
-        setup = RecordedRun.read(folder).setup()
-        assert (setup.engines, setup.publish_s, setup.stall_s) == (3, 0.25, 0.1)
-        assert setup.colocated == (colocated == "true")
-
-
 def test_the_table_and_the_runs_own_step(tmp_path):
     lines = []
     folder = make_run(tmp_path / "run")
     other = make_run(tmp_path / "other", max_staleness=1, step_s=4.0)
     assert main([str(folder), "--max-staleness", "0", "1", "--against", str(other)], lines.append) == 0
-    head, on_policy, ahead, own, against = lines
+    head, on_policy, ahead, fit, own, against = lines
     assert head.split()[:2] == ["max_staleness", "step_s"]
     # 1.25 + 3 + 2 + 0.5 = 6.75 s of rollout, 1 s of training, 0.25 s of publishing
     assert on_policy.split()[:2] == ["0", "8.00"]
     assert on_policy.split()[-2:] == ["0.00", "0"]
     assert float(ahead.split()[1]) < 8.0
+    assert fit == "its engines, fitted: 100 tokens/s of a request alone, as many beside others, and 0 ms a call"
     assert own == "the run itself: 8.00 s an iteration measured, 8.00 s simulated (+0 %)"
-    assert "4.00 s measured" in against
+    # 6.75 s of attempts and 1.25 s of training, two iterations at once
+    assert against == f"{other}: 4.00 s measured, 4.00 s predicted (+0 %), 4.00 to 4.00 over 8 draws of the attempts"
 
 
 def test_turns_of_a_run_are_its_own(tmp_path):

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -19,6 +19,9 @@ from rl360.errors import ConfigError
 from rl360.weight_sync.buckets import Expectation, FlatBucket, bucketed, flatten
 from rl360.weight_sync.groups import join_group, leave_group
 from rl360.weight_sync.wire import exported
+
+if TYPE_CHECKING:
+    import torch
 
 Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
 
@@ -82,6 +85,8 @@ class TensorSource:
         self._groups_iterator: Iterator[list[tuple[str, Tensor]]] = iter(())
         self._expectation = Expectation()
         self._buckets: dict[int, tuple[FlatBucket, ExitStack]] = {}
+        self._complete: dict[int, torch.cuda.Event] = {}  # the copy into the bucket, on the stream that gathers
+        self._sending: torch.cuda.Stream | None = None
         self._groups: dict[str, Any] = {}
         self._count = 0
         self._lock = threading.Lock()
@@ -103,6 +108,8 @@ class TensorSource:
         self._count = 0
 
     def prepare(self) -> BucketSpec | None:
+        import torch
+
         with self._lock:
             named = next(self._groups_iterator, None)
             if named is None:
@@ -112,6 +119,8 @@ class TensorSource:
                 self._expectation.add(list(bucket.tensors()))
             index, self._count = self._count, self._count + 1
             self._buckets[index] = (bucket, ExitStack())
+            if bucket.flat_B.is_cuda:
+                self._complete[index] = torch.cuda.current_stream(bucket.flat_B.device).record_event()
         return BucketSpec(
             index,
             tuple(meta.name for meta in bucket.metas),
@@ -123,10 +132,8 @@ class TensorSource:
     def export(self, index: int, count: int) -> list[str]:
         """A handle counts its readers, so each reader gets one of its own."""
         bucket, handles = self._buckets[index]
-        if bucket.flat_B.is_cuda:
-            import torch
-
-            torch.cuda.synchronize(bucket.flat_B.device)  # the copy into the bucket is complete before it is read
+        if index in self._complete:
+            self._complete[index].synchronize()  # the copy into the bucket is complete before it is read
         return [handles.enter_context(exported(bucket)) for _ in range(count)]
 
     def join(self, name: str, port: int, world_size: int, backend: str) -> None:
@@ -137,9 +144,16 @@ class TensorSource:
         import torch.distributed as dist
 
         flat_B = self._buckets[index][0].flat_B
-        dist.broadcast(flat_B, src=0, group=self._groups[name])
-        if flat_B.is_cuda:
-            torch.cuda.current_stream(flat_B.device).synchronize()
+        if not flat_B.is_cuda:
+            dist.broadcast(flat_B, src=0, group=self._groups[name])
+            return
+        # A stream of its own: on the one that gathers, the next bucket would wait for this one to be sent.
+        if self._sending is None:
+            self._sending = torch.cuda.Stream(flat_B.device)
+        with torch.cuda.stream(self._sending):
+            self._sending.wait_event(self._complete[index])
+            dist.broadcast(flat_B, src=0, group=self._groups[name])
+        self._sending.synchronize()
 
     def leave(self, name: str, broken: bool) -> None:
         group = self._groups.pop(name, None)
@@ -148,6 +162,7 @@ class TensorSource:
 
     def release(self, index: int) -> None:
         _, handles = self._buckets.pop(index)
+        self._complete.pop(index, None)
         handles.close()
 
     def expectation(self) -> Expectation:

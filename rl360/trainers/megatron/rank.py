@@ -5,7 +5,8 @@ results, mostly on the ranks that have them. Left to others: the step (training.
 what a dead or silent rank means (trainer.py).
 
 All of it runs on one thread beside the process's event loop, so that the process hears its driver, and dies with it,
-while a collective waits for a rank that is gone.
+while a collective waits for a rank that is gone. What sends a bucket to engines has another one, beside the gathering
+of the next.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class MegatronRank:
         self.settings = settings
         self._timeout = timedelta(seconds=timeout_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank")
+        self._sending = ThreadPoolExecutor(1, thread_name_prefix="sending")
         self._store: Any = None
         self._address = "127.0.0.1"
         self._training: Training | None = None
@@ -84,17 +86,21 @@ class MegatronRank:
         """See `Training.logprobs`."""
         return await self._run(lambda: self.training.logprobs(micro_batches))
 
-    async def publish(self, folder: Path) -> Written:
+    async def publish(self, folder: Path, engine_dtype: str | None = None, ways: SequenceABC[int] = ()) -> Written:
         """Write this stage's weights into `folder`; see `publish.write_stage`."""
         from rl360.trainers.megatron.publish import write_stage
 
-        return await self._run(lambda: write_stage(self.training, folder))
+        return await self._run(lambda: write_stage(self.training, folder, engine_dtype=engine_dtype, ways=ways))
 
     async def send_weights(self, method: str, args: tuple[Any, ...]) -> Any:
-        """One call of a `StageSource` (weights.py). A broken group is cut off while the rank's thread waits in it."""
-        if method == "leave":
-            assert self._weights is not None, "no weights were sent yet"
-            return await asyncio.to_thread(self._weights.source.leave, *args)
+        """One call of a `StageSource` (weights.py). The next bucket is gathered while one is broadcast, and a broken
+        group is cut off while a broadcast waits in it."""
+        if method in ("broadcast", "export", "leave", "release"):
+            assert self._weights is not None, "no weights were gathered yet"
+            function = getattr(self._weights.source, method)
+            if method == "leave":
+                return await asyncio.to_thread(function, *args)
+            return await asyncio.get_running_loop().run_in_executor(self._sending, function, *args)
         return await self._run(self._send_weights, method, args)
 
     async def begin_save(self, folder: Path, version: int) -> None:
@@ -127,7 +133,8 @@ class MegatronRank:
         """Leave the groups. A rank whose thread is busy (a hung collective) is left to be killed."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._run(self._leave), LEAVE_TIMEOUT_S)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._sending):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     # ---- on the rank's own thread
 

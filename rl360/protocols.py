@@ -153,6 +153,11 @@ class PendingSave(Protocol):
 class Trainer(Protocol):
     """Driver side of the trainer. `version` starts at 0 and grows by one with each step.
 
+    One that can hash what it writes also has `publish_hashed(folder, dtype, ways) -> Expectation`
+    (rl360.weight_sync.buckets): as `publish`, with hashes of its own tensors, never of the folder, for engines of that
+    dtype (None: as written) and those tensor-parallel sizes, 1 among them. Without it, a folder that was spoilt as it
+    was written goes unnoticed.
+
     One that can write while it trains also has `begin_save(folder) -> PendingSave | None` (None: complete already). One
     that shares GPUs with engines (rl360.weight_sync.colocated) has `offload` and `onload`, which give up and take back
     its memory there, and `trim`, which gives up what only its next step needs.

@@ -37,6 +37,7 @@ from rl360.types import Batch, Update
 
 if TYPE_CHECKING:
     from rl360.models.decoder import Decoder
+    from rl360.weight_sync.buckets import Expectation
 
 
 class TorchTrainer:
@@ -244,6 +245,17 @@ class TorchTrainer:
         from rl360.models.loading import save_hf
 
         return save_hf(self.decoder, folder, self._model_dir)
+
+    def publish_hashed(self, folder: Path, dtype: str | None, ways: SequenceABC[int]) -> Expectation:
+        """See protocols.Trainer."""
+        from rl360.weight_sync.buckets import Expectation
+        from rl360.weight_sync.folder import hashing
+
+        expectation = Expectation(tuple(ways), self.decoder.config.num_kv_heads)
+        for _ in hashing(self.decoder.named_parameters(), expectation, dtype):
+            pass
+        self.publish(folder)
+        return expectation
 
     def save(self, folder: Path) -> None:
         """Write weights, moments, step count, version and random state to folder/trainer.pt, atomically."""

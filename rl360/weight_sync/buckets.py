@@ -146,7 +146,8 @@ class Expectation:
         kv_heads: key/value heads of the model; None: q, k, v of engines with several ranks are not foretold.
 
     `buckets` says which tensors travelled together, so that a misfit is named with its bucket. `kind` is that of every
-    hash in it: hashes of another kind cannot be compared with these.
+    hash in it: hashes of another kind cannot be compared with these. `spoilt` is what was wrong before any engine
+    loaded it: a problem of all of them.
     """
 
     ways: tuple[int, ...] = (1,)
@@ -156,6 +157,7 @@ class Expectation:
     slices: dict[int, dict[str, list[str | None]]] = field(default_factory=dict)  # by ways, SGLang's name, rank
     joined: dict[str, tuple[str, ...]] = field(default_factory=dict)  # SGLang's name -> the HF names in it
     buckets: list[tuple[str, ...]] = field(default_factory=list)
+    spoilt: list[str] = field(default_factory=list)
     _parts: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -193,13 +195,14 @@ class Expectation:
         self.hashes.update(other.hashes)
         self.joined.update(other.joined)
         self.buckets.extend(other.buckets)
+        self.spoilt.extend(other.spoilt)
         for ways, slices in other.slices.items():
             self.slices.setdefault(ways, {}).update(slices)
 
     def problems(self, ranks: Sequence[RankHashes]) -> list[str]:
         """How what an engine's ranks report differs from what was sent; nothing of a model that is not understood."""
         sizes = sorted({of.ways for of in ranks})
-        found = [
+        found = self.spoilt + [
             f"rank {rank} of {ways} is not among those that answered"
             for ways in sizes
             for rank in sorted(set(range(ways)) - {of.rank for of in ranks})

@@ -10,21 +10,26 @@ are then sent everything again, each in a group of its own.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from rl360.errors import EngineError
-from rl360.weight_sync.buckets import GPU_KERNEL, Expectation
+from rl360.weight_sync.buckets import Expectation
 from rl360.weight_sync.calls import Failures, each
 from rl360.weight_sync.engine import WeightEngine
+from rl360.weight_sync.folder import folder_expectation
 from rl360.weight_sync.sources import BucketSpec, WeightSource, sources_of
 from rl360.weight_sync.threads import in_thread
 
+log = logging.getLogger(__name__)
+
+WAYS = (1, 2, 4, 8)  # tensor-parallel sizes that a first folder is hashed for: no engine has said its own yet
 CONNECTING_S = 60.0  # of a first bucket; no clock, since a call's own timeout is not longer
 LEAVE_TIMEOUT_S = 5.0  # for an engine to leave a group that is given up
 SOURCE_LEAVE_TIMEOUT_S = 30.0  # for the trainer's rank, which may stand still: the end of a run waits for this
@@ -54,6 +59,7 @@ async def tensor_parallel_sizes(engines: Sequence[WeightEngine]) -> tuple[dict[s
 class DiskTransport:
     """The trainer writes an HF folder, and every engine loads it. Both sides must see `folder`.
 
+    The trainer hashes its tensors as it writes them (`publish_hashed`): a folder that holds something else is noticed.
     `dtype` is what the engines hold; None: as the folder says.
     """
 
@@ -62,7 +68,9 @@ class DiskTransport:
         self._dtype = dtype
         self._path: Path | None = None
         self._version: int | None = None
-        self._ways: tuple[int, ...] = (1,)
+        self._sizes: set[int] = set()  # tensor-parallel sizes that engines have said
+        self._written: Expectation | None = None  # of the trainer's tensors; None: it did not hash them
+        self._told = False  # that nothing but the folder can be compared with
 
     async def names(self, trainer: Any, version: int) -> frozenset[str]:
         """Of the folder as it is written; the first transfer takes the same one."""
@@ -74,7 +82,7 @@ class DiskTransport:
 
     async def prepare(self, trainer: Any, version: int, engines: Sequence[WeightEngine]) -> None:
         if self._version != version:
-            self._path = await in_thread(trainer.publish, self._folder / f"version-{version}")
+            self._path, self._written = await in_thread(self._publish, trainer, self._folder / f"version-{version}")
             self._version = version
             for old in self._folder.glob("version-*"):
                 if old != self._path:
@@ -84,13 +92,25 @@ class DiskTransport:
         path = self._path
         assert path is not None
         sizes, failures = await tensor_parallel_sizes(engines)
-        self._ways = tuple(sorted(set(sizes.values())))
+        self._sizes |= set(sizes.values())
         there = [engine for engine in engines if engine.url not in failures]
         return failures | await each(there, lambda engine: engine.load_unnamed(path), slow=True)
 
     def expectation(self, kind: str) -> Expectation | None:
         assert self._path is not None
-        return folder_expectation(self._path, kind, self._dtype, self._ways)
+        written = self._written
+        if written is not None and written.kind == kind and self._sizes <= set(written.ways):
+            return written
+        if written is None and not self._told:
+            self._told = True
+            log.warning("the trainer does not hash what it writes: engines are compared with the folder alone")
+        return folder_expectation(self._path, kind, self._dtype, tuple(sorted({1, *self._sizes})), written)
+
+    def _publish(self, trainer: Any, folder: Path) -> tuple[Path, Expectation | None]:
+        if not hasattr(trainer, "publish_hashed"):
+            return trainer.publish(folder), None
+        written: Expectation = trainer.publish_hashed(folder, self._dtype, tuple(sorted({1, *(self._sizes or WAYS)})))
+        return folder, None if None in written.hashes.values() else written
 
     async def close(self) -> None: ...
 
@@ -344,26 +364,6 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def folder_expectation(folder: Path, kind: str, dtype: str | None, ways: tuple[int, ...] = (1,)) -> Expectation | None:
-    """Hashes of an HF folder's tensors as an engine of that dtype reports them; None where they cannot be computed."""
-    import json
-
-    import torch
-    from safetensors import safe_open
-
-    if kind == GPU_KERNEL and not torch.cuda.is_available():
-        return None
-    raw: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
-    found = Expectation(ways, raw.get("num_key_value_heads") or raw.get("num_attention_heads"))
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(file), framework="pt", device="cuda" if kind == GPU_KERNEL else "cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
-                if name != "lm_head.weight" or not raw.get("tie_word_embeddings"):
-                    tensor = tensors.get_tensor(name)
-                    found.add([(name, tensor if dtype is None else tensor.to(getattr(torch, dtype)))])
-    return found
 
 
 def _remove_tree(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from rl360.models.loading import load_decoder, save_hf
 from rl360.serving.command import ServerFlags, launches
 from rl360.serving.fleet import Fleet, WatchSettings
 from rl360.serving.ports import claim_ports
+from rl360.weight_sync.buckets import Expectation
 from rl360.weight_sync.engine import WeightEngine
+from rl360.weight_sync.folder import hashing
 from rl360.weight_sync.sources import TensorSource
 
 EMBEDDED = (sys.executable, "-m", "rl360.gateway.embedded.serve")
@@ -51,6 +53,13 @@ class StubTrainer:
 
     def publish(self, folder: Path) -> Path:
         return save_hf(self.decoder, folder, self.folder)
+
+    def publish_hashed(self, folder: Path, dtype: str | None, ways: Sequence[int]) -> Expectation:
+        expectation = Expectation(tuple(ways), self.decoder.config.num_kv_heads)
+        for _ in hashing(self.tensors(), expectation, dtype):
+            pass
+        self.publish(folder)
+        return expectation
 
     def weight_sources(self) -> list[TensorSource]:
         return [self._source]

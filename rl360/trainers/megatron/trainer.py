@@ -11,7 +11,6 @@ gradient that is not finite or a checkpoint of another model: the ranks are as b
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import tempfile
@@ -31,7 +30,9 @@ from rl360.trainers.megatron.shards import equal_cost_tokens, shard_batch
 from rl360.types import Batch, Update
 
 if TYPE_CHECKING:
+    from rl360.trainers.megatron.publish import Written
     from rl360.trainers.megatron.weights import StageSource
+    from rl360.weight_sync.buckets import Expectation
 
 # After one rank failed the others either fail by themselves within this time or wait for it in a collective.
 LAST_WORDS_S = 5.0
@@ -211,24 +212,23 @@ class MegatronTrainer:
 
     def publish(self, folder: Path) -> Path:
         """Write the current weights as an HF folder, whole or not at all; an existing one is replaced."""
-        import torch
+        self._publish(folder)
+        return Path(folder)
 
+    def publish_hashed(self, folder: Path, dtype: str | None, ways: SequenceABC[int]) -> Expectation:
+        """See protocols.Trainer. Each stage's first rank hashes what it writes, on its own device."""
+        from rl360.trainers.megatron.publish import hashes_of
+
+        return hashes_of(self._publish(folder, dtype, tuple(ways)), tuple(ways))
+
+    def _publish(self, folder: Path, engine_dtype: str | None = None, ways: tuple[int, ...] = ()) -> list[Written]:
         from rl360.models.hf_folder import replacing_folder
-        from rl360.models.loading import copy_companions
-        from rl360.models.weight_files import INDEX_FILE, WEIGHTS_FILE
+        from rl360.trainers.megatron.publish import complete
 
-        folder = Path(folder)
-        with replacing_folder(folder) as staging:
-            found = self._call_all("publish", staging)
-            files = {name: file for part in found for name, file in part.files.items()}
-            copy_companions(self._model_dir, staging, dtype=getattr(torch, found[0].dtype))
-            if len(set(files.values())) == 1:
-                (staging / next(iter(files.values()))).rename(staging / WEIGHTS_FILE)
-            else:
-                total = sum(part.num_bytes for part in found)
-                index = {"metadata": {"total_size": total}, "weight_map": files}
-                (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-        return folder
+        with replacing_folder(Path(folder)) as staging:
+            found: list[Written] = self._call_all("publish", staging, engine_dtype, ways)
+            complete(staging, found, self._model_dir)
+        return found
 
     def save(self, folder: Path) -> None:
         """Write weights, masters, moments, step, version and random states; complete when it returns."""

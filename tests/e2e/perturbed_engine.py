@@ -1,7 +1,7 @@
 """The embedded engine as a server that is wrong on purpose: PERTURB=temperature samples at another one, PERTURB=weights
 says that it loads new weights and keeps the old ones. Once in a run, and not before it serves version PERTURB_FROM:
-PERTURB=dies is killed while weights arrive, PERTURB=dies_generating while requests run on it, and PERTURB=hangs stands
-still when it is to pause."""
+PERTURB=dies is killed while weights arrive, PERTURB=dies_generating while requests run on it, PERTURB=hangs_generating
+stands still there, and PERTURB=hangs when it is to pause."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ def main() -> int:
             copy(engine, named)
 
         EmbeddedEngine.copy_weights = killed  # type: ignore[method-assign]
-    elif kind == "dies_generating":
+    elif kind in ("dies_generating", "hangs_generating"):
+        signum = signal.SIGKILL if kind == "dies_generating" else signal.SIGSTOP
         sample = EmbeddedEngine._sample
 
         def cut_off(engine: EmbeddedEngine, batch: list[Any], *args: Any) -> None:
             sample(engine, batch, *args)
             if any(request.decoding and request.finish_reason is None for request in batch):
-                die_once(engine)
+                die_once(engine, signum)
 
         EmbeddedEngine._sample = cut_off  # type: ignore[method-assign]
     elif kind == "hangs":

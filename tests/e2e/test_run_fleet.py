@@ -109,15 +109,17 @@ def test_a_server_that_is_killed_as_weights_arrive_costs_nothing(sync, serves, l
     assert recount(out).problems == []
 
 
+@pytest.mark.parametrize("kind", ["dies_generating", "hangs_generating"])
 @pytest.mark.parametrize("gateway", ["direct", "smg"])
-def test_a_server_that_is_killed_while_it_generates_loses_no_attempt(gateway, tiny_llama_dir, tmp_path):
+def test_a_server_that_dies_or_hangs_while_it_generates_loses_no_attempt(gateway, kind, tiny_llama_dir, tmp_path):
     """Its requests are sent to the other one, or their attempts made again; every attempt is trained on."""
     out = tmp_path / "run"
     words = arguments(
         tiny_llama_dir, out, "ipc", "rollout.sglang.num_servers=2", "iterations=4", f"gateway={gateway}",
-        "rollout.request_timeout_s=100",
+        "rollout.request_timeout_s=100", "rollout.sglang.health_interval_s=1", "rollout.sglang.health_timeout_s=5",
+        "rollout.sglang.health_failures=2",
     )  # fmt: skip
-    perturb = {"PERTURB": "dies_generating", "PERTURB_ONCE": str(tmp_path / "once"), "PERTURB_FROM": "1"}
+    perturb = {"PERTURB": kind, "PERTURB_ONCE": str(tmp_path / "once"), "PERTURB_FROM": "1"}
     done = subprocess.run(
         [word.replace("rl360.gateway.embedded.serve", "tests.e2e.perturbed_engine") for word in words],
         env={**environment(tmp_path), **perturb},

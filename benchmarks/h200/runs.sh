@@ -60,7 +60,7 @@ sample_gpus() {
     background+=($!)
 }
 
-# pack FILE NAME...: what these runs wrote, without weights and trajectories, as one archive.
+# pack FILE NAME...: what these runs wrote, without weights and without trajectories of more than 8 MiB, as one archive.
 pack() {
     local file=$1 name folder
     shift
@@ -68,6 +68,7 @@ pack() {
     for name in "$@"; do
         mkdir -p "$folder/$name"
         cp "$work/$name"/{metrics.jsonl,summary.json,resolved.yaml,recount.txt} "$folder/$name/" 2> /dev/null || true
+        [ "$(du -sm "$work/$name/trajectories" 2> /dev/null | cut -f1)" -le 8 ] 2> /dev/null && cp -r "$work/$name/trajectories" "$folder/$name/"
         tail -c 200000 "$work/$name.log" > "$folder/$name/run.log" 2> /dev/null || true
         for log in "$work/$name"/logs/*.log; do
             [ -f "$log" ] && tail -c 200000 "$log" > "$folder/$name/$(basename "$log")" || true

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 
 from rl360.config.schemas import GatewayConfig, RootConfig, SmgGatewayConfig
 from rl360.gateway.ports import bind_error
+from rl360.serving.secrets import is_secret_flag
 
-# Arguments that SMG gets from us, and those that would write a secret into the config and the list of processes.
+# Arguments that SMG gets from us.
 _OURS = ("--host", "--port", "--prometheus-host", "--prometheus-port", "--policy", "--worker-urls")
-_SECRET = ("--api-key", "--tenant-api-key", "--control-plane-api-keys")
+_KEY = re.compile(r"[!-~]+")
 # A request that SMG sends a second time, or to another engine, is one that nobody counts.
 _RETRIES = ("--retry-max-retries", "--worker-overload-protection", "--worker-overload-shed")
 
@@ -33,7 +35,7 @@ def gateway_problems(config: RootConfig) -> Iterator[str]:
         name = argument.partition("=")[0]
         if name in _OURS:
             yield f"gateway.smg_args: {name} is set by RL360; expected the key of gateway that stands for it"
-        elif name in _SECRET:
+        elif is_secret_flag(name):
             yield f"gateway.smg_args: {name} would store a secret; name the variable in gateway.api_key_env"
         elif name in _RETRIES:
             yield (
@@ -51,8 +53,7 @@ def gateway_problems(config: RootConfig) -> Iterator[str]:
 def gateway_machine_problems(config: RootConfig) -> Iterator[str]:
     """What the gateway needs and this machine has not."""
     gateway = config.gateway
-    if gateway.api_key_env and gateway.api_key_env not in os.environ:
-        yield "gateway.api_key_env: the variable that it names is not set; expected the engines' key in it"
+    yield from _key_problems(config)
     if isinstance(gateway, SmgGatewayConfig) and importlib.util.find_spec("smg") is None:
         yield "gateway: smg is not installed; it is in the extra `cluster`: pip install 'rl360[cluster]'"
     if error := bind_error(gateway.host, 0):
@@ -60,6 +61,23 @@ def gateway_machine_problems(config: RootConfig) -> Iterator[str]:
         return
     for key in ("port", "smg_port", "metrics_port"):
         yield from _port_problem(gateway, key)
+
+
+def _key_problems(config: RootConfig) -> Iterator[str]:
+    """None of them quotes the key."""
+    name = config.gateway.api_key_env
+    if not name:
+        return
+    key = os.environ.get(name)
+    if key is None:
+        yield "gateway.api_key_env: the variable that it names is not set; expected the engines' key in it"
+    elif not _KEY.fullmatch(key):
+        yield (
+            "gateway.api_key_env: the key in it is empty or has other characters than an HTTP header takes (spaces, "
+            "line ends, letters beyond ASCII); expected printable ASCII"
+        )
+    elif config.rollout.engine == "sglang" and key.startswith("-"):
+        yield "gateway.api_key_env: the key in it begins with -, and SGLang takes that for a flag; expected another key"
 
 
 def _port_problem(gateway: GatewayConfig, key: str) -> Iterator[str]:

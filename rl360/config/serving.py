@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from rl360.config.schemas import MegatronTrainerConfig, RootConfig, SGLangConfig
 from rl360.gateway.ports import LAST_PORT
 from rl360.serving.ports import PORTS_PER_SERVER
+from rl360.serving.secrets import CONFIG_FLAG, is_secret_flag
 
 FP32_LOGITS_FLAG = "--enable-fp32-lm-head"  # of SGLang; rl360.serving.command passes it
 # Flags without which the run does not find its servers, or holds other weights for theirs: the last on a command line
@@ -29,7 +30,6 @@ _OURS = {
     "--random-seed": "seed",
     "--weight-version": "",
 }
-_SECRET = "--api-key"
 
 
 def last_server_port(settings: SGLangConfig) -> int:
@@ -56,10 +56,18 @@ def serving_problems(config: RootConfig) -> Iterator[str]:
         yield "rollout.sglang.devices: the same GPU twice; expected each once"
     if negative := [number for number in sglang.devices if number < 0]:
         yield f"rollout.sglang.devices: {', '.join(map(str, negative))}; expected numbers of GPUs, from 0"
+    keyed = config.gateway.api_key_env is not None
+    for key, words in (("command", sglang.command), ("extra_args", sglang.extra_args)):
+        for name in dict.fromkeys(word.partition("=")[0] for word in words):
+            if is_secret_flag(name):
+                yield f"rollout.sglang.{key}: {name} would store a secret; name the variable in gateway.api_key_env"
+            elif name == CONFIG_FLAG and keyed:
+                yield (
+                    f"rollout.sglang.{key}: {name} with gateway.api_key_env: SGLang takes one such file, and RL360 "
+                    "gives it one with the key; expected the file's flags in rollout.sglang.extra_args"
+                )
     for name in dict.fromkeys(argument.partition("=")[0] for argument in sglang.extra_args):
-        if name == _SECRET:
-            yield f"rollout.sglang.extra_args: {name} would store a secret; name the variable in gateway.api_key_env"
-        elif name in _OURS:
+        if name in _OURS:
             key = f"expected {_OURS[name]}" if _OURS[name] else "expected none"
             yield f"rollout.sglang.extra_args: {name} is set by RL360; {key}"
     if FP32_LOGITS_FLAG in sglang.extra_args and not config.model.fp32_logits:

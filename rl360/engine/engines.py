@@ -83,7 +83,7 @@ def sglang_fleet(
         prefill_cuda_graph=settings.prefill_cuda_graph,
         memory_saver=settings.memory_saver or settings.colocated,
         external_model_package=settings.external_model_package,
-        extra_args=(*settings.extra_args, *(("--api-key", api_key) if api_key else ())),
+        extra_args=tuple(settings.extra_args),
     )
     watch = WatchSettings(
         start_timeout_s=settings.start_timeout_s,

@@ -64,7 +64,7 @@ class Fleet:
     Args:
         bring_up: called with the URL of a replacement that is ready, from its thread; returns when its weights are the
             current ones and raises RL360Error when they cannot be. Set it before a server can fail.
-        api_key: that the servers ask for; None: none.
+        api_key: that the servers are to ask for; None: none.
     """
 
     def __init__(

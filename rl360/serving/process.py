@@ -16,13 +16,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 
 from rl360.errors import InfrastructureError
 from rl360.serving.command import Launch, program_path
+from rl360.serving.secrets import CONFIG_FLAG, KeyFile, shown
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,10 @@ _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerProcess:
-    """Started by the constructor. Every method may be called from any thread."""
+    """Started by the constructor. Every method may be called from any thread.
+
+    `api_key`, that it is to ask for: it is told in a file (`--config`) which is removed when it is ready.
+    """
 
     def __init__(self, launch: Launch, log_path: Path, grace_s: float = 10.0, api_key: str | None = None) -> None:
         self.launch = launch
@@ -50,21 +53,45 @@ class ServerProcess:
         self._grace_s = grace_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        keeper = [sys.executable, "-P", "-u", "-m", "rl360.serving.keeper", str(grace_s), "--", *launch.command]
+        self._key_file = KeyFile(api_key) if api_key else None
+        try:
+            self._keeper = self._start()
+        except BaseException:
+            self._forget_key()
+            raise
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        key_file = [str(self._key_file.path)] if self._key_file else []
+        command = [*self.launch.command, *([CONFIG_FLAG, *key_file] if key_file else [])]
+        keeper = [
+            sys.executable,
+            "-P",
+            "-u",
+            "-m",
+            "rl360.serving.keeper",
+            str(self._grace_s),
+            *key_file,
+            "--",
+            *command,
+        ]
         root = str(Path(__file__).parents[2])  # -P leaves the working directory out; the keeper must still be found
         modules = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         own = {"PYTHONPATH": modules, "PATH": program_path(), "PYTHONUNBUFFERED": "1"}
-        with log_path.open("ab") as file:
-            file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {_shown(launch.command)}\n".encode())
+        with self._log_path.open("ab") as file:
+            file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shown(command)}\n".encode())
             file.flush()
-            self._keeper = subprocess.Popen(
+            return subprocess.Popen(
                 keeper,
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **own, **launch.environment},
+                env={**os.environ, **own, **self.launch.environment},
                 start_new_session=True,  # Ctrl-C reaches the driver alone
             )
+
+    def _forget_key(self) -> None:
+        if self._key_file is not None:
+            self._key_file.remove()
 
     @property
     def url(self) -> str:
@@ -96,6 +123,7 @@ class ServerProcess:
                     problem = f"{self._name} answers, and generates nothing: {first.problem}; {self.log_tail()}"
                     raise InfrastructureError("engine_start", problem)
                 if not first.is_alive():
+                    self._forget_key()
                     log.info("%s is ready after %.0f s", self._name, now - began)
                     return True
             elif self.get("/health", READY_POLL_S * 10) is not None and self._is_ours():
@@ -161,6 +189,7 @@ class ServerProcess:
             log.error("%s does not end; killing its keeper %d", self._name, self._keeper.pid)
             self._keeper.kill()
             self._keeper.wait()
+        self._forget_key()
 
     def log_tail(self) -> str:
         try:
@@ -196,12 +225,6 @@ class _FirstRequest(threading.Thread):
             self.problem = f"HTTP {error.code} {error.read(500).decode(errors='replace')}"
         except (OSError, ValueError, AttributeError) as error:
             self.problem = repr(error)
-
-
-def _shown(command: Sequence[str]) -> str:
-    """A command line for the log, without the keys in it."""
-    hidden = ["..." if before.endswith("api-key") else word for before, word in pairwise(["", *command])]
-    return " ".join(hidden)
 
 
 def _children(pid: int) -> list[int]:

@@ -104,6 +104,18 @@ CASES = [
         "rollout.sglang.extra_args: --api-key would store a secret",
     ),
     (
+        SERVERS | {"rollout.sglang.extra_args": ["--threads", "1", "--admin-api-key=k"]},
+        "rollout.sglang.extra_args: --admin-api-key would store a secret",
+    ),
+    (
+        SERVERS | {"rollout.sglang.command": ["python", "-m", "sglang.launch_server", "--api-k", "k"]},
+        "rollout.sglang.command: --api-k would store a secret",
+    ),
+    (
+        SERVERS | {"rollout.sglang.extra_args": ["--config", "my.yaml"], "gateway.api_key_env": "MY_KEY"},
+        "rollout.sglang.extra_args: --config with gateway.api_key_env: SGLang takes one such file",
+    ),
+    (
         SERVERS | {"rollout.sglang.base_port": 30000, "gateway.port": 30001},
         "gateway.port: 30001 is one of the servers' (rollout.sglang.base_port: 30000 to 30001)",
     ),

@@ -72,6 +72,11 @@ def test_what_this_machine_lacks(smg: Callable[..., RootConfig], monkeypatch: py
     assert list(gateway_machine_problems(smg())) == []
     problems = list(gateway_machine_problems(smg(api_key_env="RL360_NO_SUCH_KEY")))
     assert problems == ["gateway.api_key_env: the variable that it names is not set; expected the engines' key in it"]
+    for key, said in (("", "is empty or"), ("s3cret\n", "is empty or"), ("s3 cret", "is empty or"), ("-s3cret", "")):
+        monkeypatch.setenv("RL360_TEST_KEY", key)
+        problems = list(gateway_machine_problems(smg(api_key_env="RL360_TEST_KEY")))
+        assert len(problems) == (1 if said else 0)  # a key that begins with - is one for SGLang only
+        assert all(said in problem and "cret" not in problem for problem in problems)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (problem,) = gateway_machine_problems(smg())
     assert problem == "gateway: smg is not installed; it is in the extra `cluster`: pip install 'rl360[cluster]'"

@@ -291,13 +291,6 @@ def test_servers_are_asked_directly_whatever_proxy_a_cluster_has(
     eventually(lambda: gone(pid) and fleet.serving() == (url,))
 
 
-def test_a_key_is_not_in_the_log(start: Callable[..., Fleet], tmp_path: Path) -> None:
-    start(replace(plain_flags(tmp_path), extra_args=("--api-key", "very-secret", "--last", "1")))
-    text = (tmp_path / "logs" / "sglang-0.log").read_text()
-    assert "very-secret" not in text
-    assert "--api-key ... --last 1" in text
-
-
 # A server whose child has left its process group, as a tensor-parallel rank might.
 WITH_CHILD = "import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)\n" + PLAIN
 DRIVER = """

@@ -1,8 +1,8 @@
 """`python -m rl360.gateway.embedded.serve`: the embedded engine as a server of its own, started as SGLang is.
 
 In: the flags of `python -m sglang.launch_server`. Out: a process that speaks SGLang's protocol on --host and --port
-until SIGTERM. Flags that mean something to a GPU only are taken and named in the log, so that a fleet runs the same
-command line on a CPU. Weights come from --model-path, and later over HTTP.
+until SIGTERM. Flags that mean something to a GPU only are taken and named in the log (without their values: one may be
+a secret), so that a fleet runs the same command line on a CPU. Weights come from --model-path, and later over HTTP.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
+
+import yaml
 
 from rl360.errors import RL360Error
 
@@ -28,6 +31,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--model-path", required=True, type=Path, help="HF folder")
     found.add_argument("--host", default="127.0.0.1")
     found.add_argument("--port", type=int, default=30000)
+    found.add_argument("--api-key", help="asked for everywhere but at /health; better in the file of --config")
+    found.add_argument("--config", help="YAML: further flags without their dashes; those of the command line win")
     found.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: float32 on a CPU, else bfloat16")
     found.add_argument("--load-format", default="auto", help="dummy: random weights from --random-seed")
     found.add_argument("--weight-version", type=int, default=0)
@@ -44,9 +49,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    asked, ignored = parser().parse_known_args(arguments)
-    if ignored:
-        log.info("without meaning here: %s", " ".join(ignored))
+    asked, ignored = parser().parse_known_args(_with_config(sys.argv[1:] if arguments is None else arguments))
+    if named := [word.partition("=")[0] for word in ignored if word.startswith("--")]:
+        log.info("without meaning here: %s", " ".join(named))
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -60,6 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop.wait()
     server.close()
     return 0
+
+
+def _with_config(arguments: Sequence[str]) -> list[str]:
+    """The flags of the file behind --config, where there is one, come first, as in SGLang."""
+    words = list(arguments)
+    if "--config" not in words[:-1]:
+        return words
+    at = words.index("--config")
+    found = yaml.safe_load(Path(words[at + 1]).read_text()) or {}
+    flags = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in found.items()]
+    return [*chain.from_iterable(flags), *words[:at], *words[at + 2 :]]
 
 
 def _server(asked: argparse.Namespace):  # type: ignore[no-untyped-def]  # its type would import torch
@@ -87,7 +103,7 @@ def _server(asked: argparse.Namespace):  # type: ignore[no-untyped-def]  # its t
         version=asked.weight_version,
         seed=asked.random_seed,
     )
-    return EngineServer(engine, asked.host, asked.port)
+    return EngineServer(engine, asked.host, asked.port, asked.api_key)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ and not a prefix, `meta_info.weight_versions` is there (SGLang has it from 0.5.2
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import threading
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from rl360.errors import InfrastructureError, RL360Error
 from rl360.gateway.embedded.engine import EmbeddedEngine
@@ -42,12 +43,16 @@ logger = logging.getLogger(__name__)
 
 
 class EngineServer:
-    """Serves one engine. `start` also starts the engine's thread; `close` ends both."""
+    """Serves one engine. `start` also starts the engine's thread; `close` ends both. `api_key`: as in SGLang, whoever
+    does not name it gets 401 everywhere but at /health and /metrics."""
 
-    def __init__(self, engine: EmbeddedEngine, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, engine: EmbeddedEngine, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None
+    ) -> None:
         self.engine = engine
         self.url = ""
         self._host, self._port = host, port
+        self._api_key = api_key
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
@@ -99,7 +104,7 @@ class EngineServer:
             await runner.cleanup()
 
     def _app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors, _asks_for(self._api_key)])
         for method, paths, handler in (
             ("*", ("/generate",), self._generate),
             ("GET", ("/health", "/health_generate", "/ping"), self._health),
@@ -323,6 +328,18 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except (ValueError, TypeError) as error:
         return web.json_response({"error": {"message": str(error)}}, status=400)
+
+
+def _asks_for(api_key: str | None) -> Middleware:
+    @web.middleware
+    async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if api_key and not request.path.startswith(("/health", "/metrics")):
+            said = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+            if not hmac.compare_digest(said, f"Bearer {api_key}".encode()):
+                return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    return authorize
 
 
 async def _json(http: web.Request) -> dict[str, Any]:

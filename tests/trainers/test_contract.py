@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rl360.errors import CheckpointError, NonFiniteGradient
 from rl360.protocols import Trainer
 from rl360.trainers.torch_trainer import TorchTrainer
 from rl360.types import Batch
+from rl360.weight_sync.buckets import Expectation
 from tests.trainers.helpers import batch_of, random_batch, sequence, tiny_folder
 from tests.trainers.megatron.test_parity import LAYOUTS
 
@@ -122,6 +124,26 @@ def test_publish_is_a_folder_that_transformers_loads_and_replaces_what_is_there(
     assert set(first) == set(loaded)
     assert any(not torch.equal(first[name], value) for name, value in loaded.items())
     assert [path.name for path in target.parent.iterdir()] == ["version-1"]  # nothing half-written beside it
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_what_is_published_is_hashed_as_engines_of_each_size_hold_it(start, dtype, tmp_path):
+    """The hashes are of the trainer's own tensors: of a folder that was written well, its tensors give the same."""
+    trainer = start()
+    trainer.step(random_batch(0))
+    found = trainer.publish_hashed(tmp_path / "w", dtype, (1, 2))
+    written = {name: tensor.detach().clone() for name, tensor in published(trainer, tmp_path / "again").items()}
+    kv_heads = json.loads((tmp_path / "w" / "config.json").read_text())["num_key_value_heads"]
+    expected = Expectation((1, 2), kv_heads)
+    for name, tensor in written.items():
+        expected.add([(name, tensor if dtype is None else tensor.to(getattr(torch, dtype)))])
+    assert found.hashes == expected.hashes
+    assert found.slices == expected.slices
+    assert len(found.slices[2]) > 0
+    assert None not in found.slices[2]["model.layers.0.self_attn.qkv_proj.weight"]
+    assert (found.kind, found.joined) == (expected.kind, expected.joined)
+    for file in (tmp_path / "w").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
 
 
 def test_save_restore_and_step_equals_an_unbroken_run(start, tmp_path):

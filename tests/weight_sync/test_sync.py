@@ -41,6 +41,9 @@ from tests.weight_sync.kit import (
 )
 
 TRANSPORTS = ("disk", "ipc", "nccl")
+TRANSFER = {"disk": "/update_weights_from_disk", "ipc": "/update_weights_from_tensor"} | {
+    "nccl": "/update_weights_from_distributed"
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +76,19 @@ def transport(kind: str, tmp_path: Path, **changes: Any) -> Transport:
     return BroadcastTransport(BUCKET_BYTES, dtype="float32", backend="gloo", **changes)
 
 
+def recorded(calls: dict[str, list[str]]) -> Callable[[str], WeightEngine]:
+    """Makes clients that note what they ask of each engine, each run of equal calls once."""
+
+    class Recording(WeightEngine):
+        async def exchange(self, method: str, path: str, *args: Any, **more: Any) -> Any:
+            asked = calls.setdefault(self.url, [])
+            if method == "POST" and asked[-1:] != [path.partition("?")[0]]:
+                asked.append(path.partition("?")[0])
+            return await super().exchange(method, path, *args, **more)
+
+    return lambda url: Recording(url, request_timeout_s=30, control_timeout_s=10, transfer_timeout_s=20)
+
+
 def eventually(condition: Callable[[], bool], timeout_s: float = 40.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -85,12 +101,23 @@ def test_after_a_sync_engines_equal_one_started_from_the_export(
     kind: str, fleet: Fleet, folder: Path, tmp_path: Path
 ) -> None:
     trainer = StubTrainer(folder, seed=3)
-    sync = FleetSync(fleet, transport(kind, tmp_path), make_engine)
+    calls: dict[str, list[str]] = {}
+    sync = FleetSync(fleet, transport(kind, tmp_path), recorded(calls))
     before = greedy(fleet.urls()[0])
     report = sync.sync(trainer, trainer.step(seed=len(kind) * 10 + TRANSPORTS.index(kind)))
     assert report.confirmed == fleet.urls()
     assert report.dropped == ()
     assert 0 < report.transfer_s < report.stall_s
+    for url in fleet.urls():  # the cache is flushed whether or not an engine does so by itself
+        assert calls[url][calls[url].index("/pause_generation") :] == [
+            "/pause_generation",
+            TRANSFER[kind],
+            *(["/destroy_weights_update_group"] if kind == "nccl" else []),
+            "/weights_checker",
+            "/flush_cache",
+            "/update_weight_version",
+            "/continue_generation",
+        ]
     exported = trainer.publish(tmp_path / "export")
     cold = embedded_fleet(folder, tmp_path / "logs", 1, model=exported)
     (cold_url,) = cold.start()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The engine's contract tests (tests/gateway/embedded/test_server.py, `-k contract`) on a real SGLang with SmolLM2-135M.
+# The engine's contract tests (tests/gateway/embedded/test_server.py, marked `contract`) on a real SGLang with SmolLM2-135M.
 #
 #   bash benchmarks/h200/contract.sh [FLAGS OF THE SERVER]      results under $OUT
 source "$(dirname "$0")/unpack.sh"
@@ -18,5 +18,7 @@ done
 # The first request compiles kernels for longer than a test waits.
 curl -s -m 200 "http://127.0.0.1:$port/generate" -H 'Content-Type: application/json' \
     -d '{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}, "return_logprob": true}' > /dev/null
-RL360_SGLANG_URL="http://127.0.0.1:$port" python3 -m pytest -p no:cacheprovider -q -W ignore tests/gateway/embedded/test_server.py \
-    -k contract 2>&1 | tee "$out/contract.txt"
+python3 -c 'from importlib.metadata import version
+for name in ("sglang", "torch"): print(name, version(name))' | tee "$out/contract.txt"
+RL360_SGLANG_URL="http://127.0.0.1:$port" python3 -m pytest -p no:cacheprovider -v -W ignore tests/gateway/embedded/test_server.py \
+    -m contract 2>&1 | tee -a "$out/contract.txt"

@@ -27,8 +27,8 @@ done
 # The first request compiles kernels for longer than a test waits.
 curl -s -m 200 "http://127.0.0.1:$port/generate" -H 'Content-Type: application/json' \
     -d '{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}, "return_logprob": true}' > /dev/null || true
-RL360_SGLANG_URL="http://127.0.0.1:$port" python3 -m pytest -p no:cacheprovider -q tests/gateway/embedded/test_server.py \
-    -k contract > "$out/contract.txt" 2>&1 || true
+RL360_SGLANG_URL="http://127.0.0.1:$port" python3 -m pytest -p no:cacheprovider -v tests/gateway/embedded/test_server.py \
+    -m contract > "$out/contract.txt" 2>&1 || true
 python3 -m pytest -p no:cacheprovider -q -m gpu tests/trainers > "$out/gpu_tests.txt" 2>&1 || true
 python3 -m rl360.cli run experiment=quickstart rollout=external "rollout.engine_urls=[http://127.0.0.1:$port]" \
     iterations="$iterations" trainer.device=cuda trainer.max_tokens_per_gpu=16384 evaluation=none output_dir=/tmp/rl360/run \

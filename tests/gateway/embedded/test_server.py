@@ -1,4 +1,5 @@
-"""The HTTP protocol. `test_contract_*` hold for any SGLang server: RL360_SGLANG_URL runs them against a real one."""
+"""The HTTP protocol. What takes `url` holds for any SGLang server, and is marked `contract`: RL360_SGLANG_URL runs it
+against a real one."""
 
 from __future__ import annotations
 
@@ -29,8 +30,11 @@ def server(make_engine):
     server.close()
 
 
-@pytest.fixture(params=["embedded", "sglang"] if REAL_URL else ["embedded"])
+@pytest.fixture(
+    params=[pytest.param(of, marks=pytest.mark.contract) for of in ("embedded", *(["sglang"] if REAL_URL else []))]
+)
 def url(request):
+    """Of a server to which the test may say what it says to any; every test that takes it carries the marker."""
     return request.getfixturevalue("server").url if request.param == "embedded" else REAL_URL
 
 
@@ -51,7 +55,7 @@ def body(**changes):
     return {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True, **changes}
 
 
-async def test_contract_generate(url):
+async def test_generate(url):
     status, reply = await call(url, "/generate", body(rid="contract-1"))
     assert status == 200
     assert reply_problem(reply) is None
@@ -67,7 +71,7 @@ async def test_contract_generate(url):
     assert again["output_ids"] == reply["output_ids"]
 
 
-async def test_contract_list_input(url):
+async def test_list_input(url):
     _, single = await call(url, "/generate", body())
     many = body(input_ids=[PROMPT, PROMPT[:3]], rid=["contract-2", "contract-3"])
     status, replies = await call(url, "/generate", many)
@@ -77,7 +81,7 @@ async def test_contract_list_input(url):
     assert replies[0]["output_ids"] == single["output_ids"]
 
 
-async def test_contract_stop_token_is_in_the_ids(url):
+async def test_stop_token_is_in_the_ids(url):
     _, free = await call(url, "/generate", body())
     token = free["output_ids"][3]
     expected = free["output_ids"][: free["output_ids"].index(token) + 1]
@@ -87,7 +91,7 @@ async def test_contract_stop_token_is_in_the_ids(url):
     assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
 
 
-async def test_contract_stop_regex(url):
+async def test_stop_regex(url):
     changes = {"stop_regex": r"[\s\S]{2}", "max_new_tokens": 30}
     _, reply = await call(url, "/generate", body(sampling_params=changes))
     assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": r"[\s\S]{2}"}
@@ -104,13 +108,13 @@ async def test_contract_stop_regex(url):
         {"input_ids": [3] * 2_000_000},
     ],
 )
-async def test_contract_bad_request(url, changes):
+async def test_bad_request(url, changes):
     status, reply = await call(url, "/generate", body(**changes))
     assert status in (400, 422)
     assert "message" in (reply.get("error") or reply)
 
 
-async def test_contract_streaming_ends_as_the_plain_reply(url):
+async def test_streaming_ends_as_the_plain_reply(url):
     _, plain = await call(url, "/generate", body())
     events = []
     async with aiohttp.ClientSession() as session, session.post(url + "/generate", json=body(stream=True)) as response:
@@ -125,7 +129,7 @@ async def test_contract_streaming_ends_as_the_plain_reply(url):
     assert [p["meta_info"]["finish_reason"] is None for p in parts] == [True] * (len(parts) - 1) + [False]
 
 
-async def test_contract_a_flush_can_wait_until_requests_have_ended(url):
+async def test_a_flush_can_wait_until_requests_have_ended(url):
     short = asyncio.create_task(
         call(url, "/generate", body(rid="contract-5", sampling_params={"max_new_tokens": 100, "ignore_eos": True}))
     )
@@ -134,7 +138,7 @@ async def test_contract_a_flush_can_wait_until_requests_have_ended(url):
     assert (await asyncio.wait_for(short, 5))[0] == 200
 
 
-async def test_contract_abort_hands_back_what_there_is(url):
+async def test_abort_hands_back_what_there_is(url):
     long = asyncio.create_task(
         call(url, "/generate", body(rid="contract-4", sampling_params={"max_new_tokens": 900, "temperature": 1.0}))
     )
@@ -149,7 +153,7 @@ async def test_contract_abort_hands_back_what_there_is(url):
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-async def test_contract_pause_and_continue(url, mode):
+async def test_pause_and_continue(url, mode):
     request = body(rid=f"contract-5-{mode}", sampling_params={"max_new_tokens": 200})
     running = asyncio.create_task(call(url, "/generate", request))
     await asyncio.sleep(0.03)
@@ -168,7 +172,7 @@ async def test_contract_pause_and_continue(url, mode):
     assert len((await queued)[1]["output_ids"]) == 6
 
 
-async def test_contract_information(url):
+async def test_information(url):
     for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
         status, info = await call(url, path, method="GET")
         assert status == 200

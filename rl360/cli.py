@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from rl360.config.hydra_main import parse_flags, run_hydra
 from rl360.config.names import suggestion
 from rl360.errors import ConfigError, RL360Error
-from rl360.interrupts import sigterm_interrupts
+from rl360.interrupts import sigterm_interrupts, use_a_signal_stack
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -50,6 +50,7 @@ rl360 run --help lists the config groups. Shell completion: eval "$(rl360 run -s
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the `rl360` command. Returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    use_a_signal_stack()
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         return EXIT_FINE

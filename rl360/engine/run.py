@@ -6,7 +6,6 @@ here is the run's: take the folder, build, restore if there is something to rest
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
 import signal
@@ -33,6 +32,7 @@ from rl360.engine.state import Checkpoint, CheckpointStore, RunState, only_write
 from rl360.engine.summary import summarize_run, write_summary
 from rl360.engine.watchdog import Watchdog
 from rl360.errors import CheckpointError, Interrupted
+from rl360.interrupts import use_a_signal_stack
 from rl360.rollout.queue import RolloutEvents
 from rl360.tasks.cursor import TaskCursor
 from rl360.types import Sampling
@@ -49,8 +49,7 @@ def run_experiment(config: RootConfig, resolved: DictConfig) -> dict[str, Any]:
     assert config.output_dir is not None, "the command line names the run folder before it starts"
     run_dir = Path(config.output_dir)
     began = time.monotonic()
-    if not faulthandler.is_enabled():
-        faulthandler.enable()  # a crash in native code says in which line of Python
+    use_a_signal_stack()
     with ExitStack() as stack:
         stack.enter_context(only_writer(run_dir))
         stack.enter_context(disk.reserve(run_dir))

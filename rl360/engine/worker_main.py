@@ -26,6 +26,7 @@ import threading
 from typing import Any
 
 from rl360.engine.wire import START_CALL_ID, FrameReader, Kind, dump_error, frame
+from rl360.interrupts import use_a_signal_stack
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 PARENT_DIED = signal.SIGRTMIN + 1  # nobody else sends it, so it needs no guess about who meant what
@@ -159,7 +160,7 @@ def main(argv: list[str]) -> None:
         return  # it died before the kernel knew whom to tell
     signal.signal(signal.SIGINT, _ignore)
     signal.signal(signal.SIGTERM, _ignore)
-    faulthandler.enable()
+    use_a_signal_stack()
     os.set_inheritable(fd, False)  # a program that the worker starts must not keep the driver's stream open
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=fd) as sock:

@@ -7,7 +7,6 @@ is where the parts of one command meet; what they do is their own.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -79,6 +78,7 @@ class _FixedWeights:
 def _load_weights(config: RootConfig) -> Any:
     import torch
 
+    from rl360.models.cpu_threads import use_cpu_threads
     from rl360.models.loading import load_decoder
 
     trainer = config.trainer if isinstance(config.trainer, TorchTrainerConfig) else TorchTrainerConfig()
@@ -86,7 +86,7 @@ def _load_weights(config: RootConfig) -> Any:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        torch.set_num_threads(trainer.num_threads or len(os.sched_getaffinity(0)))
+        use_cpu_threads(trainer.num_threads)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     seed = config.seed if config.model.random_init else None
     return load_decoder(build.model_dir(config), device, dtype, seed).requires_grad_(False)

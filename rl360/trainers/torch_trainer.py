@@ -10,7 +10,6 @@ Axes: N input tokens, U predicting positions, M trained tokens of one micro-batc
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceABC
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from rl360.errors import CheckpointError
 from rl360.models.architecture import another_model, identity
+from rl360.models.cpu_threads import use_cpu_threads
 from rl360.protocols import Algorithm
 from rl360.trainers.attention import tree_attend, varlen_attend
 from rl360.trainers.checkpoint import STATE_FILE, read_state, write_state
@@ -116,7 +116,7 @@ class TorchTrainer:
             name = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(name)
         if self._device.type == "cpu":
-            torch.set_num_threads(self._num_threads or len(os.sched_getaffinity(0)))
+            use_cpu_threads(self._num_threads)
         torch.manual_seed(self._seed)
         self._decoder = self._load()
         if self._algorithm.needs_reference:

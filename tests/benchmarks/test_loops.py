@@ -35,8 +35,8 @@ def test_rates_leave_the_first_iterations_out(tmp_path):
 
 @pytest.mark.parametrize(("measured_s", "own_s", "exit_code"), [(4.3, 8.0, 0), (6.75, 8.0, 1), (4.3, 6.0, 1)])
 def test_a_prediction_is_held_to_15_percent(tmp_path, measured_s, own_s, exit_code):
-    """Ahead by one, two iterations are open at once: 6.75 s of attempts and 1.25 s of training, 4 s for each. The run that
-    the numbers are from took 8 s; had it taken 6, a prediction that fits would be an accident."""
+    """Ahead by one, two iterations are open at once: 6.75 s of attempts and 1.25 s of training, 4 s for each. The run
+    that the numbers are from took 8 s; had it taken 6, a prediction that fits would be an accident."""
     fit = recorded(tmp_path / "onpolicy", 0, own_s)
     other = recorded(tmp_path / "ahead", 1, measured_s)
     arguments = ["--out", str(tmp_path / "loops"), "--predict", str(fit), str(other), str(fit), str(other)]

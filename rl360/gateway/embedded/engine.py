@@ -30,6 +30,8 @@ from rl360.gateway.embedded.request import Request, new_request
 from rl360.gateway.embedded.rows import Rows
 from rl360.gateway.embedded.sampling import SamplingParams, sample, uniforms
 from rl360.gateway.embedded.stops import read_tokenizer
+from rl360.interrupts import leave_signals_to_the_main_thread
+from rl360.models.cpu_threads import use_cpu_threads
 from rl360.models.decoder import Decoder
 from rl360.models.loading import copy_tensors, load_weights
 
@@ -310,7 +312,8 @@ class EmbeddedEngine:
     # --- on the engine's thread ------------------------------------------------------------------------------------
 
     def _loop(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
+        leave_signals_to_the_main_thread()
+        use_cpu_threads(num_threads)
         while True:
             with self._wake:
                 while not self._closing and (self._holds or self._paused or not (self._running or self._waiting)):

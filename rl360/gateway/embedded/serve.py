@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import sys
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 import yaml
 
 from rl360.errors import RL360Error
+from rl360.interrupts import use_a_signal_stack
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked, ignored = parser().parse_known_args(_with_config(sys.argv[1:] if arguments is None else arguments))
     if named := [word.partition("=")[0] for word in ignored if word.startswith("--")]:
         log.info("without meaning here: %s", " ".join(named))
+    use_a_signal_stack()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -83,9 +84,10 @@ def _server(asked: argparse.Namespace):  # type: ignore[no-untyped-def]  # its t
 
     from rl360.gateway.embedded.engine import EmbeddedEngine
     from rl360.gateway.embedded.server import EngineServer
+    from rl360.models.cpu_threads import use_cpu_threads
     from rl360.models.loading import load_decoder
 
-    torch.set_num_threads(asked.threads or len(os.sched_getaffinity(0)))
+    use_cpu_threads(asked.threads)
     names = {"auto": "float32" if asked.device == "cpu" else "bfloat16", "half": "float16", "float": "float32"}
     decoder = load_decoder(
         asked.model_path,

@@ -79,7 +79,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def prediction(fit: Path, other: Path) -> tuple[list[str], list[float | None]]:
-    """What `rl360 simulate` says; and simulated / measured - 1 of `fit` itself and of `other`, None: it does not say."""
+    """What `rl360 simulate` says; simulated / measured - 1 of `fit` itself and of `other`; None: it does not say."""
     from rl360.diagnostics.simulate_cli import main as simulate
 
     lines: list[str] = []

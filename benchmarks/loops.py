@@ -4,8 +4,8 @@
 
 In: run folders. Out: PREFIX.md and PREFIX.json, a row a run: samples a second, seconds, staleness, success; with
 --predict what `rl360 simulate FIT --against OTHER` says, and exit code 1 where that is not within 15 % of the measured
-iteration, or where what it says of FIT itself is not: then two errors have only cancelled. The first iterations of a run
-(max_staleness + 1 of them) compile kernels and fill the pipeline: rates are over the others, as in the simulation.
+iteration, or where what it says of FIT itself is not: then two errors have only cancelled. The first iterations of a
+run (max_staleness + 1 of them) compile kernels and fill the pipeline: rates are over the others, as in the simulation.
 """
 
 from __future__ import annotations

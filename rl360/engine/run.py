@@ -248,6 +248,7 @@ class _Stop:
 
     asked: threading.Event = field(default_factory=threading.Event)
     interrupting: str | None = None  # when: nothing is worth finishing now
+    raised: str | None = None  # the interruption that has been raised
 
     @contextmanager
     def at_once(self, when: str) -> Iterator[None]:
@@ -261,21 +262,29 @@ class _Stop:
 
 @contextmanager
 def _stop_signals() -> Iterator[_Stop]:
-    """SIGTERM and Ctrl-C ask the loop to stop between two steps; a second one interrupts at once."""
+    """SIGTERM and Ctrl-C ask the loop to stop between two steps; a second one interrupts at once.
+
+    An error that follows an interruption is taken for its consequence: native code may swallow a KeyboardInterrupt and
+    fail of something else (safetensors: "could not determine the shape of object type").
+    """
     stop = _Stop()
 
     def ask(signum: int, frame: FrameType | None) -> None:
         name, again = signal.Signals(signum).name, stop.asked.is_set()
         stop.asked.set()
-        if again:
-            raise KeyboardInterrupt(f"{name} for the second time")
-        if stop.interrupting is not None:
-            raise KeyboardInterrupt(f"{name} {stop.interrupting}")
+        if again or stop.interrupting is not None:
+            stop.raised = f"{name} {'for the second time' if again else stop.interrupting}"
+            raise KeyboardInterrupt(stop.raised)
         print(f"{name}: finishing the write in hand; again to stop at once", file=sys.stderr)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield stop
+    except Exception as error:
+        if stop.raised is None or isinstance(error, Interrupted):
+            raise
+        log.warning("after %s: %r", stop.raised, error)
+        raise KeyboardInterrupt(stop.raised) from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

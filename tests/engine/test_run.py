@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 from omegaconf import OmegaConf
@@ -10,7 +12,7 @@ from omegaconf import OmegaConf
 from rl360.config.schemas import RootConfig
 from rl360.engine import run
 from rl360.engine.ledger import Ledger
-from rl360.errors import CheckpointError
+from rl360.errors import CheckpointError, Interrupted
 from tests.engine.records import make_spec
 from tests.engine.test_summary import write_run
 
@@ -51,3 +53,31 @@ def test_the_time_of_a_killed_process_counts(tmp_path, monkeypatch):
     for _ in range(2):  # the second one goes by the summary of the first
         wall_s = run.run_experiment(config, OmegaConf.create({}))["wall_s"]
         assert 14400.0 <= wall_s < 14400.0 + 600.0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_an_interruption_that_native_code_swallowed_is_still_one(signum):
+    """safetensors: ValueError("could not determine the shape of object type ...") where a signal had come."""
+
+    def swallowed():
+        try:
+            os.kill(os.getpid(), signum)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None
+
+    with (
+        pytest.raises(KeyboardInterrupt, match=f"{signum.name} while the run started") as caught,
+        run._stop_signals() as stop,
+        stop.at_once("while the run started"),
+    ):
+        swallowed()
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(KeyboardInterrupt, match=f"{signum.name} for the second time"), run._stop_signals() as stop:
+        os.kill(os.getpid(), signum)
+        assert stop.asked.is_set()
+        swallowed()
+    with pytest.raises(Interrupted), run._stop_signals():  # as asked, between two steps
+        os.kill(os.getpid(), signum)
+        raise Interrupted("asked to stop in iteration 3")
+    with pytest.raises(ValueError, match="of its own"), run._stop_signals():
+        raise ValueError("of its own")

@@ -65,19 +65,31 @@ def test_an_interruption_that_native_code_swallowed_is_still_one(signum):
         except KeyboardInterrupt:
             raise ValueError("could not determine the shape") from None
 
-    with (
-        pytest.raises(KeyboardInterrupt, match=f"{signum.name} while the run started") as caught,
-        run._stop_signals() as stop,
-        stop.at_once("while the run started"),
-    ):
-        swallowed()
+    def at_the_start():
+        with run._stop_signals() as stop, stop.at_once("while the run started"):
+            swallowed()
+
+    def twice():
+        with run._stop_signals() as stop:
+            os.kill(os.getpid(), signum)
+            assert stop.asked.is_set()
+            swallowed()
+
+    def between_two_steps():
+        with run._stop_signals():
+            os.kill(os.getpid(), signum)
+            raise Interrupted("asked to stop in iteration 3")
+
+    def of_its_own():
+        with run._stop_signals():
+            raise ValueError("of its own")
+
+    with pytest.raises(KeyboardInterrupt, match=f"{signum.name} while the run started") as caught:
+        at_the_start()
     assert isinstance(caught.value.__cause__, ValueError)
-    with pytest.raises(KeyboardInterrupt, match=f"{signum.name} for the second time"), run._stop_signals() as stop:
-        os.kill(os.getpid(), signum)
-        assert stop.asked.is_set()
-        swallowed()
-    with pytest.raises(Interrupted), run._stop_signals():  # as asked, between two steps
-        os.kill(os.getpid(), signum)
-        raise Interrupted("asked to stop in iteration 3")
-    with pytest.raises(ValueError, match="of its own"), run._stop_signals():
-        raise ValueError("of its own")
+    with pytest.raises(KeyboardInterrupt, match=f"{signum.name} for the second time"):
+        twice()
+    with pytest.raises(Interrupted):
+        between_two_steps()
+    with pytest.raises(ValueError, match="of its own"):
+        of_its_own()

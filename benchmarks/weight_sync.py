@@ -2,6 +2,7 @@
 
     python benchmarks/weight_sync.py --model FOLDER --sync ipc --out FILE          one GPU, shared by both sides
     python benchmarks/weight_sync.py --model FOLDER --sync nccl --trainer-device 1 --device 0
+    python benchmarks/weight_sync.py --model FOLDER --sync nccl --megatron 2 --device 2   ranks on GPUs 0 and 1, sharded
 
 The trainer is a decoder with random weights that change before each sync; servers are a fleet, started with random
 weights of their own. Requests run meanwhile, so that the stall is one that sessions would see. Afterwards the weights
@@ -68,6 +69,59 @@ class RandomTrainer:
 
         return save_hf(self.decoder, folder, self.folder)
 
+    def num_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.decoder.parameters())
+
+    def close(self) -> None: ...
+
+
+class MegatronTrainer:
+    """trainer=megatron, tensor parallel over `num_gpus`; a train step on a few tokens changes the weights."""
+
+    def __init__(self, folder: Path, num_gpus: int, rank_target: str, logs: Path) -> None:
+        from rl360.algorithms.grpo import GRPO
+        from rl360.models.loading import read_config
+        from rl360.trainers.megatron.trainer import MegatronTrainer as Trainer
+
+        self.shape = read_config(folder)
+        self._trainer = Trainer(
+            learning_rate=CHANGE,
+            num_gpus=num_gpus,
+            tensor_parallel_size=num_gpus,
+            max_tokens_per_gpu=512,
+            compile=False,
+            rank_target=rank_target,
+            model_dir=folder,
+            random_init_seed=0,
+            algorithm=GRPO(),
+            log_dir=logs,
+        )
+        self._trainer.start()
+        self.version = 0
+        self.weight_sources = self._trainer.weight_sources
+        self.publish = self._trainer.publish
+        self.publish_hashed = self._trainer.publish_hashed
+        self.close = self._trainer.close
+
+    def step(self) -> int:
+        from argparse import Namespace
+
+        from benchmarks.train_step import Case, random_batch
+
+        self.version += 1
+        what = Namespace(prompt_share=0.125, data_parallel=1)
+        self._trainer.step(random_batch(self.shape, what, Case.of("512x1"), self.version))
+        return self.version
+
+    def num_bytes(self) -> int:
+        """In bf16."""
+        import torch
+
+        from rl360.models.decoder import Decoder
+
+        with torch.device("meta"):
+            return 2 * sum(p.numel() for p in Decoder(self.shape).parameters())
+
 
 def main() -> int:
     arguments = _arguments()
@@ -91,6 +145,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", action="append", default=[], help="GPU of a server, of the visible ones from 0")
     parser.add_argument("--trainer-device", default="0", help="of the visible GPUs from 0, or cpu")
+    parser.add_argument(
+        "--megatron", type=int, default=0, help="the trainer is trainer=megatron with so many tensor ranks"
+    )
+    parser.add_argument("--rank-target", default="rl360.trainers.megatron.rank:MegatronRank")
     parser.add_argument("--bucket-gib", type=float, default=1.0)
     parser.add_argument("--context-length", type=int, default=4096)
     parser.add_argument("--syncs", type=int, default=5)
@@ -98,7 +156,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-parity", action="store_true", help="skip the server that is started from the export")
     parser.add_argument("--work", type=Path, default=Path("/tmp/rl360-weight-sync"))
     parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    found = parser.parse_args()
+    if found.megatron and found.fault:
+        parser.error("--fault damages the weights of a trainer in this process: not with --megatron")
+    return found
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -112,8 +173,13 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     urls = fleet.start()
     start_s = time.monotonic() - began
     try:
-        trainer = RandomTrainer(arguments.model, device, arguments.dtype)
-        num_bytes = sum(p.numel() * p.element_size() for p in trainer.decoder.parameters())
+        trainer: Any
+        if arguments.megatron:
+            logs = arguments.work / "logs"
+            trainer = MegatronTrainer(arguments.model, arguments.megatron, arguments.rank_target, logs)
+        else:
+            trainer = RandomTrainer(arguments.model, device, arguments.dtype)
+        num_bytes = trainer.num_bytes()
         sync = FleetSync(fleet, _transport(arguments, device), _make_engine)
         rows, older = [], {}
         for url in urls:
@@ -133,6 +199,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         parity = None if arguments.no_parity else _parity(arguments, trainer, urls, older)
         fault = _fault(arguments, trainer, urls) if arguments.fault else None
         sync.close()
+        trainer.close()
     finally:
         fleet.close()
     timed = rows[1:]
@@ -142,6 +209,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "sync": arguments.sync,
         "servers": arguments.servers,
         "tensor_parallel": arguments.tensor_parallel,
+        "megatron": arguments.megatron,
         "gib": round(num_bytes / 2**30, 2),
         "bucket_gib": arguments.bucket_gib,
         "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",

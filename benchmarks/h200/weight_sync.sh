@@ -10,8 +10,8 @@ mkdir -p "$work"
 python3 benchmarks/h200/shapes.py qwen3_8b "$RL360_MODELS/smollm2_135m" "$work/qwen3_8b"
 common="--attention-backend triton --sampling-backend pytorch --grammar-backend none --cuda-graph-max-bs-decode 64"
 if [ $# -eq 0 ]; then set -- ipc disk nccl megatron; fi
-asked() { case " $asked " in *" $1 "*) ;; *) return 1 ;; esac; }
-asked="$*"
+syncs=" $* "
+asked() { [[ $syncs == *" $1 "* ]]; }
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 status=0
 # Memory of one H200, GiB: trainer's weights 15, the server and the one that is started from the export 40 each.

@@ -13,6 +13,7 @@ import pytest
 from rl360.diagnostics.recorded import EngineRates, RecordedAttempt, RecordedRun
 from rl360.diagnostics.simulate import AttemptWork, simulate
 from rl360.errors import RL360Error
+from tests.diagnostics import test_simulate_cli
 from tests.diagnostics.test_simulate_cli import make_run
 
 
@@ -130,8 +131,14 @@ def test_attempts_that_do_not_count_and_iterations_that_were_not_whole_are_left_
     assert replace(run, rates=EngineRates(0.01)).simulated_step_s() == pytest.approx((8.0 + 1.25 + 8.0) / 3)
 
 
-def test_a_run_without_a_token_that_took_time_is_refused(tmp_path):
+def test_a_run_without_a_finished_iteration_is_refused(tmp_path):
     folder = make_run(tmp_path / "run")
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(RL360Error, match="no finished iteration"):
         RecordedRun.read(folder)
+
+
+def test_a_run_without_a_token_that_took_time_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(test_simulate_cli, "TIMES", replace(test_simulate_cli.TIMES, engine_wait_s=0.0))
+    with pytest.raises(RL360Error, match="no finished iteration"):
+        RecordedRun.read(make_run(tmp_path / "run"))

@@ -41,8 +41,10 @@ from tests.weight_sync.kit import (
 )
 
 TRANSPORTS = ("disk", "ipc", "nccl")
-TRANSFER = {"disk": "/update_weights_from_disk", "ipc": "/update_weights_from_tensor"} | {
-    "nccl": "/update_weights_from_distributed"
+TRANSFER = {
+    "disk": "/update_weights_from_disk",
+    "ipc": "/update_weights_from_tensor",
+    "nccl": "/update_weights_from_distributed",
 }
 
 

@@ -7,6 +7,12 @@ the proxy makes of the messages), `return_logprob`, the same sampling parameters
 many requests open as there are sessions. The legs take turns, so that both see the same machine. A request is a session
 of one turn: opening it is outside the clock, as it is between attempts of a run.
 
+With --stop-regex each leg is run a second time, in turn with the first, ending answers at a closed code block:
+"alone+stop" has SGLang look for `stop_regex` after each token; "direct+stop" does what a run with
+`rollout.stop_at_code_block` does: the same up to 256 new tokens, and beyond them it stops at each fence and goes on after
+those that close nothing.
+Requests are as long as without it but for answers with a whole code block in them; tokens are counted, not assumed.
+
 Prints and writes JSON: every leg's tokens/s, and the ratio of their medians against the project's bar.
 """
 
@@ -24,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +89,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gateways", default="direct,smg", help="what is measured beside the server itself")
+    parser.add_argument("--stop-regex", action="store_true", help="each leg also with a stop at the closed code block")
     parser.add_argument("--device", action="append", default=[], help="of the visible GPUs from 0; none: all")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/rl360-serving"))
     parser.add_argument("--out", type=Path)
@@ -113,14 +120,19 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     legs: list[Leg] = []
     try:
         prompts = _prompts(arguments)
-        bodies = _direct_bodies(arguments, prompts)
-        await _direct(url, bodies[: arguments.sessions], arguments.sessions)  # compiles kernels, fills the pools
+        samplings = {"": _sampling(arguments)}  # by what is added to the names of legs
+        if arguments.stop_regex:
+            samplings["+stop"] = replace(samplings[""], stop_at_code_block=True)
+        bodies = {suffix: _direct_bodies(arguments, prompts, sampling) for suffix, sampling in samplings.items()}
+        first = bodies[""][: arguments.sessions]
+        await _direct(url, first, arguments.sessions)  # compiles kernels, fills the pools
         for number in range(arguments.rounds):
-            await _flush(url)
-            legs.append(await _direct(url, bodies, arguments.sessions))
-            for gateway in filter(None, arguments.gateways.split(",")):
+            for suffix, sampling in samplings.items():
                 await _flush(url)
-                legs.append(await _through(gateway, url, arguments, prompts, number))
+                legs.append(await _direct(url, bodies[suffix], arguments.sessions, suffix))
+                for gateway in filter(None, arguments.gateways.split(",")):
+                    await _flush(url)
+                    legs.append(await _through(gateway, url, arguments, prompts, number, sampling, suffix))
     finally:
         await asyncio.to_thread(fleet.close)
     return _report(arguments, legs, start_s)
@@ -162,7 +174,7 @@ def _sampling(arguments: argparse.Namespace) -> Any:
     return Sampling(max_new_tokens=arguments.new_tokens, max_context_tokens=arguments.context_length, max_turns=1)
 
 
-def _direct_bodies(arguments: argparse.Namespace, prompts: list[str]) -> list[bytes]:
+def _direct_bodies(arguments: argparse.Namespace, prompts: list[str], sampling: Any) -> list[bytes]:
     """The bodies that the proxy sends for these prompts."""
     from rl360.gateway.generation import sampling_params
     from rl360.gateway.templates import ChatTemplate
@@ -172,7 +184,7 @@ def _direct_bodies(arguments: argparse.Namespace, prompts: list[str]) -> list[by
     bodies = []
     for number, prompt in enumerate(prompts):
         ids = template.start([{"role": "user", "content": prompt}], [], {}).token_ids
-        params = sampling_params(_sampling(arguments), arguments.new_tokens, number + 1)
+        params = sampling_params(sampling, arguments.new_tokens, number + 1)
         body = {"input_ids": list(ids), "sampling_params": params, "return_logprob": True, "stream": False}
         bodies.append(json.dumps({**body, "rid": f"alone-{number}"}).encode())
     return bodies
@@ -203,27 +215,32 @@ async def _open_at_once(name: str, sends: list[tuple[str, bytes]], at_once: int)
         return Leg(name, time.monotonic() - began, tokens, len(sends))
 
 
-async def _direct(url: str, bodies: list[bytes], at_once: int) -> Leg:
-    return await _open_at_once("alone", [(f"{url}/generate", body) for body in bodies], at_once)
+async def _direct(url: str, bodies: list[bytes], at_once: int, suffix: str = "") -> Leg:
+    return await _open_at_once(f"alone{suffix}", [(f"{url}/generate", body) for body in bodies], at_once)
 
 
-async def _through(kind: str, url: str, arguments: argparse.Namespace, prompts: list[str], number: int) -> Leg:
+async def _through(
+    kind: str,
+    url: str,
+    arguments: argparse.Namespace,
+    prompts: list[str],
+    number: int,
+    sampling: Any,
+    suffix: str,
+) -> Leg:
     from rl360.types import AttemptSpec, Task
 
     gateway = _gateway(kind, url, arguments)
     await gateway.start()
     try:
         task = Task("bench", Path("bench"), (), "")
-        specs = [
-            AttemptSpec(f"{kind}{number}-{index}", "g", 0, task, _sampling(arguments), index)
-            for index in range(len(prompts))
-        ]
+        specs = [AttemptSpec(f"{kind}{number}-{index}", "g", 0, task, sampling, index) for index in range(len(prompts))]
         bases = [await gateway.open(spec) for spec in specs]
         sends = []
         for base, prompt in zip(bases, prompts, strict=True):
             body = {"model": "policy", "messages": [{"role": "user", "content": prompt}]}
             sends.append((f"{base}/chat/completions", json.dumps(body).encode()))
-        return await _open_at_once(kind, sends, arguments.sessions)
+        return await _open_at_once(f"{kind}{suffix}", sends, arguments.sessions)
     finally:
         await gateway.close()
 

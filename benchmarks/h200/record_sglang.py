@@ -2,17 +2,27 @@
 
     python benchmarks/h200/record_sglang.py URL > FILE
     python benchmarks/h200/record_sglang.py --model FOLDER --extra "FLAGS" --logs DIR --out FILE    starts one itself
+    ... --command "python -m rl360.gateway.embedded.serve" --device cpu --dtype float32             without a GPU
 
 In: a server that nobody else uses. Out: a list of {call, request, status, s, reply, situation}, in the order of the
 calls; `situation` says what went on meanwhile, `used_mib` what the GPUs had in use around a change of memory (by
 whomever). The last calls leave the server unusable, which is part of the record; it ends when nobody answers. Folders
-of the machine are named MODEL and SITE. Reading from a URL needs only the standard library.
+of the machine are named MODEL and SITE, long fields of a request are only counted. Reading from a URL needs only the
+standard library.
+
+A server that is started here also gets weights from this process, twice, by a whole synchronisation of RL360's own:
+every call goes through its client, which is what is recorded. By handles (CUDA IPC) the final norm comes doubled, so
+that hashes and logprobs must change; by a group (NCCL) it comes as it was, so that they must be those of before. A call
+`NOTE` says what was left out, or what failed, in its `reply`. A group needs a second GPU, or an NCCL that lets two
+ranks share one (2.31, with NCCL_MULTI_RANK_GPU_ENABLE=1: one_gpu.sh).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -21,6 +31,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +44,11 @@ PROMPT = [1, 40, 198, 28, 253, 167]  # any ids will do
 GREEDY = {"max_new_tokens": 4, "temperature": 0.0}
 SAMPLED = {"max_new_tokens": 4, "temperature": 1.0}
 LONG = {"max_new_tokens": 1500, "temperature": 1.0, "ignore_eos": True}
+LONGEST_LIST, LONGEST_TEXT = 20, 200  # items, characters of a request's field that are written down
+HANDLES, GROUP = "weights by handles", "weights by a group"
+NOTE = "NOTE"  # in place of a call
+DOUBLED = "model.norm.weight"
+SHARED_GPU_NCCL = (2, 31)  # the first that can have two ranks on one GPU
 
 IDLE: list[tuple[str, str, dict[str, Any] | None]] = [
     ("GET", "/health", None),
@@ -81,7 +98,11 @@ MEMORY: list[tuple[str, str, dict[str, Any] | None]] = [
 ]
 # What the scheduler does not catch: after one of these the server may be gone.
 FATAL: list[tuple[str, str, dict[str, Any] | None]] = [
-    ("POST", "/update_weights_from_tensor", {"serialized_named_tensors": ["bm8="], "load_format": "flattened_bucket"}),
+    (
+        "POST",
+        "/update_weights_from_tensor",
+        {"serialized_named_tensors": ["bm8="], "load_format": "flattened_bucket", "flush_cache": False},
+    ),
     ("GET", "/health", None),
     (
         "POST",
@@ -108,14 +129,28 @@ class Recorder:
         before = used_mib() if "memory" in path else None
         began = time.monotonic()
         status, reply = send(self._url + path, method, body)
-        row = {"call": f"{method} {path}", "request": shortened(body), "status": status, "situation": situation}
-        row |= {"s": round(time.monotonic() - began, 3), "reply": reply}
-        if before is not None:
-            row["used_mib"] = {"before": before, "after": used_mib()}
+        taken_s = time.monotonic() - began
+        more: dict[str, Any] = {} if before is None else {"used_mib": {"before": before, "after": used_mib()}}
+        self.keep(f"{method} {path}", body, status, situation, taken_s, reply, **more)
+
+    def keep(
+        self,
+        call: str,
+        body: dict[str, Any] | None,
+        status: int,
+        situation: str,
+        taken_s: float,
+        reply: Any,
+        **more: Any,
+    ) -> None:
+        request = shortened(body)
+        row = {"call": call, "request": request, "status": status, "situation": situation, "s": round(taken_s, 3)}
+        row |= {"reply": reply, **more}
         with self._lock:
             self._found.append(row)
 
-    def all(self) -> list[dict[str, Any]]:
+    def all(self, device: str | None = None, dtype: str = "bfloat16") -> list[dict[str, Any]]:
+        """device: where this process has the weights that it sends, in `dtype`; None: it sends none."""
         for method, path, body in IDLE:
             self.call(method, path, body)
         for mode in ("abort", "retract", "in_place"):
@@ -123,6 +158,8 @@ class Recorder:
         self._aborted()
         for method, path, body in MEMORY:
             self.call(method, path, body, "memory changes hands")
+        if device is not None:
+            self._weights(device, dtype)
         for method, path, body in FATAL:
             self.call(method, path, body, "last")
             if path == "/health" and self._found[-1]["status"] == 0:
@@ -158,11 +195,103 @@ class Recorder:
         self.call("POST", "/abort_request", {"rid": "to-abort", "abort_all": False}, "one request runs")
         running.join()
 
+    def _weights(self, device: str, dtype: str) -> None:
+        """From this process, as a run sends them: by handles, then by a group. Each in two buckets."""
+        import torch
+
+        from rl360.models.loading import load_decoder
+        from rl360.weight_sync.transports import BroadcastTransport, HandleTransport
+
+        trainer = Weights(load_decoder(self._model, device, getattr(torch, dtype)).requires_grad_(False))
+        bucket_bytes = two_buckets([p.numel() * p.element_size() for p in trainer.decoder.parameters()])
+        trainer.decoder.get_parameter(DOUBLED).mul_(2)
+        self._sync(HANDLES, HandleTransport(bucket_bytes, dtype), trainer, 7)
+        trainer.decoder.get_parameter(DOUBLED).mul_(0.5)
+        place, why_not = group_device(device)
+        if place is None:
+            self.keep(NOTE, None, 0, GROUP, 0.0, f"left out: {why_not}")
+            return
+        trainer.decoder.to(place)
+        backend = "gloo" if device == "cpu" else "nccl"
+        self._sync(GROUP, BroadcastTransport(bucket_bytes, dtype, backend), trainer, 8)
+
+    def _sync(self, situation: str, transport: Any, trainer: Any, version: int) -> None:
+        """One synchronisation and a generation under its weights."""
+        from rl360.errors import EngineError
+        from rl360.weight_sync.sync import FixedSet, FleetSync
+
+        trainer.version = version
+        sync = FleetSync(FixedSet([self._url]), transport, lambda url: self._client(url, situation))
+        try:
+            sync.sync(trainer, version)
+        except (EngineError, RuntimeError) as error:  # torch's own are RuntimeErrors; the rest is worth recording, too
+            self.keep(NOTE, None, 0, situation, 0.0, f"failed: {error}")
+            return
+        finally:
+            sync.close()
+        self.call("POST", "/generate", {"sampling_params": GREEDY}, situation)
+
+    def _client(self, url: str, situation: str) -> Any:
+        """RL360's client, each of whose calls is kept; but for /server_info, which is long and recorded elsewhere."""
+        from rl360.errors import EngineError
+        from rl360.weight_sync.engine import WeightEngine
+
+        recorder = self
+
+        class Recorded(WeightEngine):
+            async def exchange(self, method: str, path: str, body: Any, timeout_s: float, headers: Any = None) -> Any:
+                call, began = f"{method} {path}", time.monotonic()
+                try:
+                    answer = await super().exchange(method, path, body, timeout_s, headers)
+                except EngineError as error:
+                    recorder.keep(call, body, 0, situation, time.monotonic() - began, str(error))
+                    raise
+                if path != "/server_info":
+                    status, raw, _ = answer
+                    recorder.keep(call, body, status, situation, time.monotonic() - began, decoded(raw))
+                return answer
+
+        return Recorded(url, transfer_timeout_s=TIMEOUT_S)
+
     def _start(self, params: dict[str, Any], situation: str, **more: str) -> threading.Thread:
         body = {"sampling_params": params, **more}
         thread = threading.Thread(target=self.call, args=("POST", "/generate", body, situation))
         thread.start()
         return thread
+
+
+class Weights:
+    """What a synchronisation asks of a trainer that has an HF-named decoder, and nothing else."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.decoder = decoder
+        self.version = 0
+
+
+def two_buckets(sizes: Sequence[int]) -> int:
+    """The fewest bytes that a bucket may have so that tensors of these sizes, in this order, fill two."""
+    return min(max(first, sum(sizes) - first) for first in accumulate(sizes[:-1]))
+
+
+def group_device(device: str) -> tuple[str | None, str]:
+    """(where the trainer's rank of a group computes, if not None, and why not if None); the server is on GPU 0."""
+    import torch
+
+    if device == "cpu":
+        return "cpu", ""
+    if torch.cuda.device_count() > 1:
+        return "cuda:1", ""
+    found = loaded_nccl()
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and found >= SHARED_GPU_NCCL:
+        return device, ""
+    return None, f"one GPU, and NCCL {'.'.join(map(str, found))} without NCCL_MULTI_RANK_GPU_ENABLE=1, or before 2.31"
+
+
+def loaded_nccl() -> tuple[int, int, int]:
+    """Of the library that torch has loaded; torch.cuda.nccl.version() is that which torch was built with."""
+    number = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
 def used_mib() -> list[int] | None:
@@ -197,8 +326,17 @@ def without_folders(value: Any, model: str) -> Any:
 
 
 def shortened(body: dict[str, Any] | None) -> dict[str, Any] | None:
-    long = body is not None and isinstance(body.get("input_ids"), list) and len(body["input_ids"]) > 100
-    return body if body is None or not long else {**body, "input_ids": f"{len(body['input_ids'])} ids"}
+    """A request with long lists and long texts counted: "272 names", ["20345 characters"]."""
+    return body if body is None else {key: _counted(value, key) for key, value in body.items()}
+
+
+def _counted(value: Any, key: str) -> Any:
+    if isinstance(value, str):
+        return value if len(value) <= LONGEST_TEXT else f"{len(value)} characters"
+    if not isinstance(value, list):
+        return value
+    what = "ids" if key == "input_ids" else key
+    return [_counted(part, key) for part in value] if len(value) <= LONGEST_LIST else f"{len(value)} {what}"
 
 
 def decoded(data: bytes) -> Any:
@@ -215,24 +353,34 @@ def decoded(data: bytes) -> Any:
     return {k: v for k, v in value.items() if k in kept or not isinstance(v, dict | list) or len(json.dumps(v)) < 2000}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("url", nargs="?", help="of a server that runs; its model is read from /model_info")
     parser.add_argument("--model", type=Path, help="HF folder: start a server with the fleet's code")
     parser.add_argument("--command", default=f"{sys.executable} -m sglang.launch_server")
     parser.add_argument("--extra", default="")
+    parser.add_argument("--device", default="cuda:0", help="of the weights that this process sends; cpu: by gloo")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--context-length", type=int, default=2048)
     parser.add_argument("--logs", type=Path, default=Path("/tmp/rl360-record"))
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.url:
         info = send(arguments.url + "/model_info", "GET", None)[1]
         found = Recorder(arguments.url, info["model_path"]).all()
     else:
+        _check_device(parser, arguments.device)
         found = _start_and_record(arguments)
     text = json.dumps(found, indent=1) + "\n"
     (arguments.out.write_text if arguments.out else sys.stdout.write)(text)
+
+
+def _check_device(parser: argparse.ArgumentParser, device: str) -> None:
+    """Before the minutes that come before it is needed."""
+    import torch
+
+    if device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device: {device}, and torch sees no GPU here; try --device cpu")
 
 
 def _start_and_record(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -255,7 +403,7 @@ def _start_and_record(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     )
     (url,) = fleet.start()
     try:
-        return Recorder(url, str(arguments.model)).all()
+        return Recorder(url, str(arguments.model)).all(arguments.device, arguments.dtype)
     finally:
         fleet.close()
 

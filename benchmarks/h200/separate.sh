@@ -11,7 +11,17 @@
 # for the longest of each iteration. All three use the algorithm for stale samples, which does nothing to fresh ones.
 # RL360_LOOPS="colocated" makes some of them alone, beside what earlier calls have left in $RL360_WORK.
 # With RL360_PAIRS="0,1 2,3" (four GPUs) the first two run side by side, each with its pair and its half of the cores.
+# On a host of one GPU the trainer and the server of `onpolicy` and `ahead` share it, where one_gpu.sh can: whether the
+# loop is right and the simulator predicts it, not what a second GPU is worth; `colocated` is left out.
 source "$(dirname "$0")/runs.sh"
+loops=${RL360_LOOPS:-onpolicy ahead colocated}
+command=()
+if ! $dry && [ "$(python3 -c 'import torch; print(torch.cuda.device_count())')" = 1 ]; then
+    source benchmarks/h200/one_gpu.sh
+    loops=${RL360_LOOPS:-onpolicy ahead}
+    command=("rollout.sglang.command=[$on_gpu_0,python3,-m,sglang.launch_server]")
+    program=(env CUDA_VISIBLE_DEVICES=0,1 "${program[@]}") # of which CUDA shows the first
+fi
 iterations=${1:-12}
 staleness=${2:-1}
 common=(experiment=repair_turns algorithm=grpo_async "iterations=$iterations" tasks=small_coding_repair
@@ -19,7 +29,7 @@ common=(experiment=repair_turns algorithm=grpo_async "iterations=$iterations" ta
     rollout.concurrency=128 rollout.num_workers=8 'logger=[jsonl,console]' checkpoint.every=0 checkpoint.hf=false
     rollout=sglang "${serving[@]}" rollout.sglang.max_running_requests=128)
 together=(rollout.sync=ipc rollout.sglang.colocated=true)
-apart=(rollout.sync=nccl)
+apart=(rollout.sync=nccl "${command[@]}")
 if $dry; then
     common+=(trainer=torch trainer.device=cpu trainer.num_threads=1 model=tiny "model.path=$tiny" algorithm.filter=none
         tasks_per_iteration=3 group_size=2 rollout.max_new_tokens=12 rollout.num_workers=1 rollout.concurrency=6
@@ -41,7 +51,7 @@ on_pair() {
 between() { [ ${#pairs[@]} -ge 2 ] || finish; }
 # loop NAME [key=value ...]: when it is among those asked for.
 loop() {
-    case " ${RL360_LOOPS:-onpolicy ahead colocated} " in
+    case " $loops " in
         *" $1 "*) begin "$1" "$cores" "${common[@]}" "${@:2}" ;;
     esac
 }

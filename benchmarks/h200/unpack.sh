@@ -3,7 +3,8 @@
 # In: /tmp/rl360-parts/bundle.part* (tar.xz in pieces), Debian's bubblewrap and libcap2 packages beside them, and extra/ with
 # Python packages that the host lacks for the tests (pytest-asyncio); where there are flash.part* (tar.xz of a pip --target
 # folder with flash-attn-4 4.0.0b19 and nvidia-cutlass-dsl's libraries for CUDA 13, which the bundle leaves out), those too;
-# where there are te.part* (one with Transformer Engine 2.20.2), it lies in /tmp/rl360/te and is on nobody's path.
+# where there are te.part* (one with Transformer Engine 2.20.2), it lies in /tmp/rl360/te and is on nobody's path; where there
+# are more.part* (tar.xz), what it adds to the bundle: site/ (binaries of further attention kernels) and nccl/libnccl.so.2.
 # Out: /tmp/rl360/site with SGLang, Megatron, Ray, Harbor and the rest; bwrap; the model as an HF folder in $RL360_MODELS.
 set -euo pipefail
 parts=/tmp/rl360-parts
@@ -15,6 +16,7 @@ if [ ! -e /tmp/rl360/ready ]; then
         mkdir -p /tmp/rl360/flash
         cat "$parts"/flash.part* | xz -T0 -d | tar x -C /tmp/rl360/flash
     fi
+    if ls "$parts"/more.part* >/dev/null 2>&1; then cat "$parts"/more.part* | xz -T0 -d | tar x -C /tmp/rl360; fi
     touch /tmp/rl360/ready
 fi
 if [ ! -e /tmp/rl360/te ] && ls "$parts"/te.part* >/dev/null 2>&1; then

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Weights of an 8B to SGLang: `ipc` on one H200 that both sides share; `nccl` where there is a second one, also from
+# Weights of an 8B to SGLang: `ipc` on one H200 that both sides share; `nccl` from one H200 to another, also from
 # trainer=megatron with two tensor ranks, the second beside the server.
 #
 #   bash benchmarks/h200/weight_sync.sh [SYNC ...]       results under $OUT; of ipc, disk, nccl, megatron, all when none is named
+#
+# On a host of one GPU `nccl` and `megatron` (12 layers, so that it fits) run on the one, where one_gpu.sh can: whether
+# they are right, not how long they take. RL360_SYNCS: timed syncs of each (5).
 source "$(dirname "$0")/unpack.sh"
 out=${OUT:?a folder for results}
 work=/tmp/rl360/weight_sync
@@ -10,29 +13,38 @@ mkdir -p "$work"
 python3 benchmarks/h200/shapes.py qwen3_8b "$RL360_MODELS/smollm2_135m" "$work/qwen3_8b"
 common="--attention-backend triton --sampling-backend pytorch --grammar-backend none --cuda-graph-max-bs-decode 64"
 if [ $# -eq 0 ]; then set -- ipc disk nccl megatron; fi
-syncs=" $* "
-asked() { [[ $syncs == *" $1 "* ]]; }
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 status=0
-# Memory of one H200, GiB: trainer's weights 15, the server and the one that is started from the export 40 each.
-for sync in ipc disk; do
-    asked "$sync" || continue
-    python3 benchmarks/weight_sync.py --model "$work/qwen3_8b" --sync "$sync" --device 0 --trainer-device 0 \
-        --extra "$common --mem-fraction-static 0.3" --work "$work/$sync" --out "$out/sync-8b-$sync.json" || status=$?
-done
-if asked nccl && [ "$gpus" -ge 2 ]; then
-    python3 benchmarks/weight_sync.py --model "$work/qwen3_8b" --sync nccl --device 1 --trainer-device 0 \
-        --extra "$common --mem-fraction-static 0.3" --work "$work/nccl" --out "$out/sync-8b-nccl.json" || status=$?
-fi
-if asked megatron && [ "$gpus" -ge 2 ]; then  # 18 bytes a parameter over two GPUs: 74 GiB each
-    python3 benchmarks/weight_sync.py --model "$work/qwen3_8b" --sync nccl --megatron 2 --device 1 --no-parity \
-        --extra "$common --mem-fraction-static 0.3" --work "$work/megatron" --out "$out/sync-8b-nccl-megatron.json" || status=$?
-fi
-for sync in ipc disk nccl megatron; do
+# measure NAME MODEL SYNC DEVICE SHARE [FLAG ...]: a server on DEVICE with that share of its memory, the trainer on GPU 0.
+measure() {
+    python3 benchmarks/weight_sync.py --model "$work/$2" --sync "$3" --device "$4" --trainer-device 0 --syncs "${RL360_SYNCS:-5}" \
+        --extra "$common --mem-fraction-static $5" --work "$work/$1" --out "$out/sync-$1.json" "${@:6}" || status=$?
     for folder in logs logs-cold; do
-        for file in "$work/$sync/$folder"/*.log; do
-            [ -f "$file" ] && tail -c 100000 "$file" > "$out/$sync-$folder-$(basename "$file")" || true
+        for file in "$work/$1/$folder"/*.log; do
+            [ -f "$file" ] && tail -c 100000 "$file" > "$out/$1-$folder-$(basename "$file")" || true
         done
     done
+    rm -rf "${work:?}/$1/weights" "${work:?}/$1/export"
+}
+for sync in "$@"; do
+    case $sync in
+        # Memory of one H200, GiB: trainer's weights 15, the server and the one that is started from the export 28 each.
+        ipc | disk) measure "8b-$sync" qwen3_8b "$sync" 0 0.2 ;;
+        nccl)
+            if [ "$gpus" -ge 2 ]; then
+                measure 8b-nccl qwen3_8b nccl 1 0.3
+            else
+                (source benchmarks/h200/one_gpu.sh && measure 8b-nccl-one-gpu qwen3_8b nccl 0 0.2 && exit $status) || status=$?
+            fi ;;
+        megatron) # 18 bytes a parameter: of 8B 74 GiB on each of two GPUs, of 12 layers 64 GiB on one
+            if [ "$gpus" -ge 2 ]; then
+                measure 8b-nccl-megatron qwen3_8b nccl 1 0.3 --megatron 2 --no-parity
+            else
+                python3 benchmarks/h200/shapes.py qwen3_8b "$RL360_MODELS/smollm2_135m" "$work/qwen3_8b_12" 12
+                (source benchmarks/h200/one_gpu.sh && measure 12-layers-nccl-megatron-one-gpu qwen3_8b_12 nccl 0 0.2 --megatron 2 --no-parity &&
+                    exit $status) || status=$?
+            fi ;;
+        *) echo "weight_sync.sh: $sync is none; expected ipc, disk, nccl, megatron" && exit 1 ;;
+    esac
 done
 exit $status

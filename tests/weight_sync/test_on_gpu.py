@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from rl360.trainers.offload import Offloader
 from rl360.weight_sync.buckets import Expectation, RankHashes, bucketed, tensor_hash
 from rl360.weight_sync.sources import TensorSource
 from rl360.weight_sync.transports import free_port
+from tests.gpus import gpu_of, needs_gpus
 from tests.weight_sync.record_slices import CONFIGS, WAYS, weights_of
 from tests.weight_sync.sliced_server import Rank
 
@@ -91,32 +93,89 @@ def test_sglang_opens_our_handles_and_hashes_as_we_do() -> None:
     assert reader.returncode == 0
 
 
-# Takes one broadcast, and then stands still.
-STOPS = """
+# Takes broadcasts and says what came, as many as are asked for; then stands still.
+RECEIVER = """
 import os, signal, sys
 import torch
 import torch.distributed as dist
 from rl360.weight_sync.groups import join_group
 
-torch.cuda.set_device(1)
-group = join_group("127.0.0.1", int(sys.argv[1]), 1, 2, "g", "nccl", 60.0)
-flat = torch.empty(int(sys.argv[2]), dtype=torch.uint8, device="cuda:1")
-dist.broadcast(flat, src=0, group=group)
-torch.cuda.synchronize()
+port, size, gpu, takes = map(int, sys.argv[1:])
+torch.cuda.set_device(gpu)
+group = join_group("127.0.0.1", port, 1, 2, "g", "nccl", 60.0)
+flat = torch.empty(size, dtype=torch.uint8, device="cuda")
+for _ in range(takes):
+    dist.broadcast(flat, src=0, group=group)
+    print("TOOK", int(flat.min()), int(flat.max()), flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
+def receiver(port: int, size: int, takes: int) -> subprocess.Popen[str]:
+    arguments = map(str, (port, size, gpu_of(1), takes))
+    return subprocess.Popen([sys.executable, "-c", RECEIVER, *arguments], stdout=subprocess.PIPE, text=True)
+
+
 @pytest.mark.gpu
-def test_a_broadcast_that_nobody_takes_is_cut_off() -> None:
-    """What ends a hang inside a broadcast: see BroadcastTransport._broadcast."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("two ranks of one NCCL group cannot share a GPU")
+@pytest.mark.parametrize("way", ["handle", "broadcast"])
+def test_what_the_gathering_stream_has_yet_to_write_is_waited_for(way: str) -> None:
+    """A bucket is lent or sent from another thread and stream; here the gathering one is a quarter of a second late."""
+    needs_gpus(1 if way == "handle" else 2)
+    size = 2**22
+
+    def late() -> Iterator[tuple[str, torch.Tensor]]:
+        for value in (1, 2, 3):
+            tensor = torch.zeros(size, dtype=torch.uint8, device="cuda:0")
+            torch.cuda._sleep(500_000_000)  # cycles
+            yield f"w{value}", tensor.fill_(value)
+
+    source = TensorSource(late, hashing=False)  # a hash would wait
+    source.begin(size, None)
+    if way == "handle":
+        torch.cuda._sleep(1)  # compiled before it counts
+        for value in (1, 2, 3):
+            spec = source.prepare()
+            assert spec is not None
+            waited = run_in_thread(lambda index=spec.index: source.export(index, 1))
+            assert waited
+            elsewhere = torch.cuda.Stream()
+            with torch.cuda.stream(elsewhere):  # as a reader: by no stream of the writer's
+                assert int(source._buckets[spec.index][0].flat_B.min()) == value
+            source.release(spec.index)
+        return
+    port = free_port("127.0.0.1")
+    reader = receiver(port, size, 3)
+    try:
+        source.join("g", port, 2, "nccl")
+        for value in (1, 2, 3):
+            spec = source.prepare()
+            assert spec is not None
+            run_in_thread(lambda index=spec.index: source.broadcast(index, "g"))
+            source.release(spec.index)
+            assert reader.stdout is not None
+            assert next(line for line in reader.stdout if line.startswith("TOOK")) == f"TOOK {value} {value}\n"
+        source.leave("g", broken=True)
+    finally:
+        reader.kill()
+        reader.wait()
+
+
+def run_in_thread(call: Callable[[], object]) -> bool:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(60.0)
+    return not thread.is_alive()
+
+
+@pytest.mark.gpu
+def test_a_broadcast_that_nobody_takes_holds_nothing_up_and_is_cut_off() -> None:
+    """The next bucket is gathered meanwhile; leaving ends it: see BroadcastTransport._broadcast."""
+    needs_gpus(2)
     size = 2**30  # more than what a rank sends ahead: over NVLink 64 MiB went through to a receiver that stood still
-    weights = {name: torch.ones(size, dtype=torch.uint8, device="cuda:0") for name in "ab"}
+    weights = {name: torch.ones(size, dtype=torch.uint8, device="cuda:0") for name in "abc"}
     source, port = TensorSource(weights.items), free_port("127.0.0.1")
     source.begin(size, None)
-    reader = subprocess.Popen([sys.executable, "-c", STOPS, str(port), str(size)])
+    reader = receiver(port, size, takes=1)
     try:
         source.join("g", port, 2, "nccl")
         for index in (0, 1):
@@ -125,6 +184,11 @@ def test_a_broadcast_that_nobody_takes_is_cut_off() -> None:
             sending.start()
             sending.join(60.0 if index == 0 else 3.0)
             assert sending.is_alive() == (index == 1)
+        gathered = []
+        assert run_in_thread(lambda: gathered.append(source.prepare()))
+        assert gathered[0] is not None
+        assert gathered[0].index == 2
+        assert sending.is_alive()
         began = time.monotonic()
         source.leave("g", broken=True)
         sending.join(10.0)

@@ -14,6 +14,7 @@ from rl360.models.loading import read_config
 from rl360.models.megatron.hf_weights import hf_tensors, load_hf, named_parameters
 from rl360.models.megatron.layout import Layout
 from rl360.models.megatron.packed import PackedInputs, PackedTensors
+from tests.gpus import needs_gpus
 from tests.trainers.helpers import random_batch, tiny_folder
 from tests.trainers.megatron.group import Ranks
 from tests.trainers.megatron.test_on_gpus import BF16_SHARE, FAMILIES, assert_gradients_near
@@ -157,8 +158,7 @@ def test_weights_come_from_an_hf_folder(folders, layout, tmp_path):
 
 @pytest.fixture(scope="module", params=[1, 2])
 def gpus(request, folders):
-    if torch.cuda.device_count() < request.param:
-        pytest.skip(f"{torch.cuda.device_count()} GPUs here, this needs {request.param}")
+    needs_gpus(request.param)
     ranks = Ranks(request.param, folders["llama"], rank_target=RANK)
     yield ranks
     ranks.close()

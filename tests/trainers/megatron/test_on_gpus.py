@@ -5,6 +5,7 @@ import torch
 
 from rl360.algorithms.grpo import GRPO
 from rl360.trainers.megatron.trainer import MegatronTrainer
+from tests.gpus import needs_gpus
 from tests.trainers.helpers import random_batch, tiny_folder
 from tests.trainers.megatron.group import Ranks
 from tests.trainers.megatron.test_parity import FULL, torch_step
@@ -66,8 +67,7 @@ def expected(folders):
 
 @pytest.fixture(scope="module", params=[1, 2])
 def gpus(request, folders):
-    if torch.cuda.device_count() < request.param:
-        pytest.skip(f"{torch.cuda.device_count()} GPUs here, this needs {request.param}")
+    needs_gpus(request.param)
     ranks = Ranks(request.param, folders["llama"], rank_target=GPU_RANK)
     yield ranks
     ranks.close()

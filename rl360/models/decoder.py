@@ -204,7 +204,7 @@ class Decoder(nn.Module):
         return final_logits(hidden_N, self.head_weight, True) if fp32 else linear(hidden_N, self.head_weight)
 
     def _cos_sin(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [N, 1, D] of the rotary angles, from a table that grows with the longest position seen."""
+        """cos and sin [N, 1, D] of the rotary angles, fp32, from a table that grows with the longest position seen."""
         needed = int(positions_N.max()) + 1 if positions_N.numel() else 1
         table = self._rotary
         if table is None or table[0].shape[0] < needed or table[0].device != positions_N.device:
@@ -214,7 +214,7 @@ class Decoder(nn.Module):
                 size = max(needed, 1024, 0 if table is None else 2 * table[0].shape[0])
                 cos, sin = rotary_table(size, self.config.head_dim, self.config.rope_theta)
                 table = self._rotary = (cos.to(positions_N.device), sin.to(positions_N.device))
-        return table[0][positions_N].to(self.dtype).unsqueeze(1), table[1][positions_N].to(self.dtype).unsqueeze(1)
+        return table[0][positions_N].unsqueeze(1), table[1][positions_N].unsqueeze(1)
 
 
 def rotary_table(num_positions: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -226,9 +226,12 @@ def rotary_table(num_positions: int, head_dim: int, theta: float) -> tuple[Tenso
 
 
 def rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
-    """Apply the rotary embedding: the pair (i, i + D/2) of each head is turned by its position's angle."""
+    """Apply the rotary embedding: the pair (i, i + D/2) of each head is turned by its position's angle.
+
+    cos and sin are fp32 (or wider): rounded to a narrower x they would turn by another angle. Returns x's dtype.
+    """
     first, second = x_NHD.chunk(2, dim=-1)
-    return x_NHD * cos_N1D + torch.cat((-second, first), dim=-1) * sin_N1D
+    return (x_NHD * cos_N1D + torch.cat((-second, first), dim=-1) * sin_N1D).to(x_NHD.dtype)
 
 
 def causal_attend(lengths: Sequence[int] | None = None) -> Attend:

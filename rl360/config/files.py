@@ -156,15 +156,17 @@ def _gpus(config: RootConfig, found: Found) -> None:
 def visible(cards: Sequence[Gpu]) -> list[Gpu]:
     """Of the machine's cards those that CUDA_VISIBLE_DEVICES leaves to this process, as CUDA reads it.
 
-    The first name that is none (-1, NoDevFiles of Slurm, a number too large, one given before) ends the list. Which
-    card a UUID is nobody asked: it counts as the smallest.
+    The first name that is none (-1, NoDevFiles of Slurm, a number too large) ends the list, and one given twice makes
+    it empty. Which card a UUID is nobody asked: it counts as the smallest.
     """
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None or not cards:
         return list(cards)
     found: dict[str, Gpu] = {}
     for name in (part.strip() for part in names.split(",")):
-        if name in found or len(found) == len(cards):
+        if name in found:
+            return []
+        if len(found) == len(cards):
             break
         if name.isdigit() and int(name) < len(cards):
             found[name] = cards[int(name)]

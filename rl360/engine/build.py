@@ -217,6 +217,7 @@ def make_gateway(config: RootConfig, run_dir: Path, engine_urls: Sequence[str]) 
         tool_parser=config.model.tool_parser,
         reasoning_parser=config.model.reasoning_parser,
         request_timeout_s=config.rollout.request_timeout_s,
+        split_turns=config.rollout.sync_mode != "drain",
         log_dir=run_dir / "logs",
         worker_group_factory=make_workers,
     )

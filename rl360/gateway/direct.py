@@ -41,7 +41,8 @@ class DirectGateway:
 
     Args:
         host, port, api_key_env: of GatewayConfig.
-        engine_urls, tokenizer_dir, tool_parser, reasoning_parser, request_timeout_s, log_dir: see ProxyWorker.
+        engine_urls, tokenizer_dir, tool_parser, reasoning_parser, request_timeout_s, split_turns,
+            log_dir: see ProxyWorker.
         worker_group_factory: (target, size, kwargs, name) -> WorkerGroup.
         smg_url, smg_key: of SmgGateway.
         call_timeout_s: of opening or closing a session; a proxy that takes longer and answers no /health is replaced.
@@ -63,6 +64,7 @@ class DirectGateway:
         tool_parser: str = "none",
         reasoning_parser: str = "none",
         request_timeout_s: float = 120.0,
+        split_turns: bool = True,
         call_timeout_s: float = CALL_TIMEOUT_S,
         smg_url: str | None = None,
         smg_key: str | None = None,
@@ -75,6 +77,7 @@ class DirectGateway:
             "tool_parser": tool_parser,
             "reasoning_parser": reasoning_parser,
             "request_timeout_s": request_timeout_s,
+            "split_turns": split_turns,
             "log_dir": str(log_dir),
             "api_key_env": api_key_env,
             "smg_url": smg_url,

@@ -16,6 +16,7 @@ from rl360.types import Sampling, VersionSpan
 
 # Ends a turn once a fenced block closes: an opening fence with its language, any lines, three backquotes.
 CODE_BLOCK_REGEX = r"```[^\n`]*\n[\s\S]*?```"
+FENCE = "```"  # what every match of it ends with
 SEED_BITS = 31  # SGLang's sampling_seed is a positive int32
 
 
@@ -28,6 +29,11 @@ class Reply:
     version_spans: tuple[VersionSpan, ...]
     finish_type: str
     engine_says: Mapping[str, Any]  # everything else in it, untouched
+
+    @property
+    def ended_by_token(self) -> bool:
+        """Whether the engine says that an id ended it, and no text."""
+        return not isinstance(self.engine_says["meta_info"]["finish_reason"].get("matched"), str | None)
 
 
 def read_reply(reply: Mapping[str, Any], url: str) -> Reply:
@@ -51,8 +57,11 @@ def read_reply(reply: Mapping[str, Any], url: str) -> Reply:
     return Reply(ids, [float(row[0]) for row in rows], spans, finish["type"], says)
 
 
-def sampling_params(sampling: Sampling, max_new_tokens: int, seed: int) -> dict[str, Any]:
-    """The engine's sampling parameters; what the agent asked for plays no part."""
+def sampling_params(sampling: Sampling, max_new_tokens: int, seed: int, to_next_fence: bool = False) -> dict[str, Any]:
+    """The engine's sampling parameters; what the agent asked for plays no part.
+
+    to_next_fence: stop at any fence, in place of a whole code block.
+    """
     params: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": sampling.temperature,
@@ -62,9 +71,9 @@ def sampling_params(sampling: Sampling, max_new_tokens: int, seed: int) -> dict[
         "skip_special_tokens": False,
         "no_stop_trim": True,
     }
-    if sampling.stop:
-        params["stop"] = list(sampling.stop)
-    if sampling.stop_at_code_block:
+    if sampling.stop or to_next_fence:
+        params["stop"] = [*sampling.stop, *([FENCE] if to_next_fence else [])]
+    if sampling.stop_at_code_block and not to_next_fence:
         params["stop_regex"] = CODE_BLOCK_REGEX
     return params
 

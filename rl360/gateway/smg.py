@@ -67,6 +67,7 @@ class SmgGateway(DirectGateway):
         tool_parser: str = "none",
         reasoning_parser: str = "none",
         request_timeout_s: float = 120.0,
+        split_turns: bool = True,
         call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         # Without a key of the engines' own, one of ours keeps everybody but the proxy from SMG's list of engines.
@@ -83,6 +84,7 @@ class SmgGateway(DirectGateway):
             tool_parser=tool_parser,
             reasoning_parser=reasoning_parser,
             request_timeout_s=request_timeout_s,
+            split_turns=split_turns,
             call_timeout_s=call_timeout_s,
             smg_url=f"http://{host}:{smg_port}",
             smg_key=key,

@@ -210,7 +210,7 @@ def test_a_reply_that_cannot_be_trained_on(meta: dict[str, Any], says: str) -> N
 
 def test_sampling_is_the_specs() -> None:
     sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, stop=("END",), stop_at_code_block=True)
-    assert sampling_params(sampling, 10, 4) == {
+    common = {
         "max_new_tokens": 10,
         "temperature": 0.7,
         "top_p": 0.9,
@@ -218,9 +218,9 @@ def test_sampling_is_the_specs() -> None:
         "sampling_seed": 4,
         "skip_special_tokens": False,
         "no_stop_trim": True,
-        "stop": ["END"],
-        "stop_regex": CODE_BLOCK_REGEX,
     }
+    assert sampling_params(sampling, 10, 4) == {**common, "stop": ["END"], "stop_regex": CODE_BLOCK_REGEX}
+    assert sampling_params(sampling, 10, 4, to_next_fence=True) == {**common, "stop": ["END", "```"]}
 
 
 @pytest.mark.parametrize(

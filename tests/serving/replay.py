@@ -3,13 +3,16 @@
 In: a recording, calls. Out: the recorded status and reply of the call with the same path whose request is nearest; of
 equals, the one of the same situation (paused in this mode, without its memory). The id of the request and the version
 that was set last are put into replies, since clients check them. A pause holds generations back; one that was recorded
-as running into it is answered when the pause (abort) or an abort ends it. After a call that nobody answered, nobody
-does. What was not recorded is a 501 that says so, so that nothing is made up.
+as running into it is answered when the pause (abort) or an abort ends it. Weights by handles or by a group are answered
+as such calls were only where they could be real: handles that are pickles, a group that was made and not yet ended. No
+tensor is opened or received, so a group's other rank must not wait. After a call that nobody answered, nobody does.
+What was not recorded is a 501 that says so, so that nothing is made up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -19,9 +22,12 @@ from typing import Any
 
 from aiohttp import web
 
+from benchmarks.h200.record_sglang import GROUP, HANDLES
+
 RECORDINGS = Path(__file__).parent / "recordings"
 NOT_COMPARED = ("rid", "input_ids")
 IDLE, MEMORY = "idle", "memory changes hands"
+PICKLE = b"\x80"  # how every pickle since protocol 2 begins
 
 
 class Replay:
@@ -36,15 +42,30 @@ class Replay:
         self.ends_later = asyncio.Event()  # a generation runs until something ends it
         self._ended = asyncio.Condition()
         self._open: set[str] = set()  # their ids
+        self._groups: set[str] = set()  # names of those that were made and not ended
 
     def nearest(self, call: str, body: Any) -> dict[str, Any] | None:
         """The row whose request shares most with this one; of equals the first one of this situation."""
         rows = [row for row in self.rows if row["call"] == call]
+        possible = self._possible(call, body)
+        if possible is not None:
+            rows = [row for row in rows if (row["status"] == 200) == possible]
         return max(
             rows,
             key=lambda row: (_likeness(row["request"], body), row["situation"] == self.situation),
             default=None,
         )
+
+    def _possible(self, call: str, body: Any) -> bool | None:
+        """Whether a server could do what is asked, where that hangs on what the caller has made; None: it does not."""
+        match call.removeprefix("POST "):
+            case "/update_weights_from_tensor":
+                return all(base64.b64decode(handle).startswith(PICKLE) for handle in body["serialized_named_tensors"])
+            case "/init_weights_update_group":
+                return "group_name" in body
+            case "/update_weights_from_distributed" | "/destroy_weights_update_group":
+                return body["group_name"] in self._groups
+        return None
 
     async def answer(self, request: web.Request) -> web.Response:
         raw = await request.read()
@@ -102,6 +123,14 @@ class Replay:
             self.situation = MEMORY
         elif path == "/update_weight_version":
             self.version = body["new_version"]
+        elif path == "/update_weights_from_tensor":
+            self.situation = HANDLES
+        elif path == "/update_weights_from_distributed":
+            self.situation = GROUP
+        elif path == "/init_weights_update_group":
+            self._groups.add(body["group_name"])
+        elif path == "/destroy_weights_update_group":
+            self._groups.remove(body["group_name"])
         if path == "/abort_request" or (path == "/pause_generation" and body["mode"] == "abort"):
             ends_all = path == "/pause_generation" or body.get("abort_all")
             async with self._ended:

@@ -1,26 +1,35 @@
-"""Our clients against what a real SGLang 0.5.16 answered on an H200, and the embedded engine's answers beside it."""
+"""Our clients against what a real SGLang 0.5.16 answered on an H200, and the embedded engine's answers beside it.
+
+Weights from the recorder, by handles and by a group, are checked in the real server's recording where it has them, and
+in one of the embedded engine that is made here.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.h200 import record_sglang
+from benchmarks.h200.record_sglang import GROUP, HANDLES, NOTE
 from rl360.errors import EngineError
-from rl360.gateway.embedded.engine import EmbeddedEngine
-from rl360.gateway.embedded.server import EngineServer
 from rl360.gateway.engine_pool import EnginePool
 from rl360.gateway.routes import LeastLoaded
 from rl360.models.loading import load_decoder
 from rl360.types import Sampling
+from rl360.weight_sync.buckets import bucketed
 from rl360.weight_sync.engine import WeightEngine
-from rl360.weight_sync.sources import BucketSpec
+from rl360.weight_sync.sources import BucketSpec, TensorSource
+from rl360.weight_sync.sync import FixedSet, FleetSync
+from rl360.weight_sync.transports import BroadcastTransport, HandleTransport
 from tests.serving.replay import MEMORY, RECORDINGS, Replay, serve
 from tests.tiny_model import write_tiny_llama
 
@@ -31,6 +40,9 @@ IDS = [1, 2, 3]
 # Fields whose values are compared where both engines answer; what is sampled, when, and how fast differs.
 VALUES = ("success", "message", "status", "num_paused_requests", "new_version", "weight_version")
 META = ("weight_version", "prompt_tokens", "num_retractions")
+# Of a request, what one run calls its own, or what is the model's.
+OWN = {"rid", "input_ids", "serialized_named_tensors", "names", "dtypes", "shapes"}
+OWN |= {"group_name", "master_port", "backend"}
 # Refused by both, for reasons that each words in its own way.
 OWN_WORDS = ("/nowhere", "gently", "master_address")
 
@@ -43,6 +55,25 @@ def real() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def embedded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the recorder writes down of the embedded engine: the same calls in the same situations."""
+    folder = tmp_path_factory.mktemp("embedded")
+    words = ["--model", str(model), "--device", "cpu", "--dtype", "float32", "--logs", str(folder / "logs")]
+    words += ["--command", f"{sys.executable} -m rl360.gateway.embedded.serve"]
+    words += ["--extra", "--threads 1 --kv-cache-gib 0.05", "--out", str(folder / "embedded.json")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record_sglang, "SETTLE_S", 0.1)
+        record_sglang.main(words)
+    return folder / "embedded.json"
+
+
+@pytest.fixture(params=["sglang", "embedded"])
+def recording(request: pytest.FixtureRequest) -> Path:
+    path: Path = RECORDING if request.param == "sglang" else request.getfixturevalue("embedded")
+    return path
 
 
 async def test_a_generation_is_read_with_every_field_that_training_needs() -> None:
@@ -195,11 +226,7 @@ async def test_memory_changes_hands_and_the_weights_are_the_same_afterwards(real
 
 def test_greedy_logprobs_after_the_hand_over_are_those_of_an_empty_cache(real: list[dict[str, Any]]) -> None:
     """Bit for bit. Behind a cached prefix they are others: a step over one token rounds otherwise than one over six."""
-    greedy = [
-        row["reply"]["meta_info"]
-        for row in real
-        if row["call"] == "POST /generate" and row["request"].get("sampling_params") == record_sglang.GREEDY
-    ]
+    greedy = [row["reply"]["meta_info"] for row in _greedy(real) if row["situation"] not in (HANDLES, GROUP)]
     fresh = [meta["output_token_logprobs"] for meta in greedy if meta["cached_tokens"] == 0]
     cached = [meta["output_token_logprobs"] for meta in greedy if meta["cached_tokens"]]
     assert len(fresh) == 2
@@ -207,7 +234,8 @@ def test_greedy_logprobs_after_the_hand_over_are_those_of_an_empty_cache(real: l
     assert len(cached) == 4
     for rows in cached:
         assert [row[1] for row in rows] == [row[1] for row in fresh[0]]
-        assert max(abs(a[0] - b[0]) for a, b in zip(rows, fresh[0], strict=True)) == pytest.approx(0.051, abs=0.001)
+        # By how much is another thing in each recording of bf16: 0.05 nats, 0.12.
+        assert 0 < max(abs(a[0] - b[0]) for a, b in zip(rows, fresh[0], strict=True)) < 0.2
 
 
 async def test_a_malformed_handle_ends_the_server() -> None:
@@ -233,20 +261,94 @@ def test_a_recording_names_no_folder_of_its_machine(real: list[dict[str, Any]]) 
     }
 
 
-def test_the_embedded_engine_answers_as_the_real_one(
-    model: Path, real: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("situation", [HANDLES, GROUP])
+async def test_a_sync_of_ours_is_the_recorded_calls(situation: str, recording: Path, model: Path) -> None:
+    """One by one, with the same fields, to the reply that each had."""
+    recorded = [row for row in _sent(recording, situation) if row["call"] != "POST /generate"]
+    async with serve(recording) as (url, replay):
+        trainer: Any = _Trainer(model, doubled=situation == HANDLES)
+        bucket_bytes = record_sglang.two_buckets([p.nbytes for p in trainer.decoder.parameters()])
+        way = HandleTransport(bucket_bytes) if situation == HANDLES else BroadcastTransport(bucket_bytes)
+        sync = FleetSync(FixedSet([url]), way, WeightEngine)
+        report = await asyncio.to_thread(sync.sync, trainer, 9)
+        assert report.confirmed == (url,)
+        calls = [(call, body) for call, body in replay.calls if call != "GET /server_info"]
+        assert [call for call, _ in calls] == [row["call"] for row in recorded]
+        assert [set(body or ()) for _, body in calls] == [set(row["request"] or ()) for row in recorded]
+        engine = WeightEngine(url)
+        assert (await engine.generate(IDS, record_sglang.GREEDY, "after"))["meta_info"]["weight_version"] == "9"
+        for name in [body["group_name"] for call, body in calls if "/init_weights_update_group" in call]:
+            with pytest.raises(EngineError, match="does not exist"):  # it was ended
+                await engine.leave(name)
+        await engine.close()
+
+
+class _Trainer(record_sglang.Weights):
+    """Its rank of a group is alone there: a recording receives nothing."""
+
+    def __init__(self, folder: Path, doubled: bool) -> None:
+        super().__init__(load_decoder(folder).requires_grad_(False))
+        if doubled:
+            self.decoder.get_parameter(record_sglang.DOUBLED).mul_(2)
+        self.version = 9
+
+    def weight_sources(self) -> list[TensorSource]:
+        class Alone(TensorSource):
+            def join(self, name: str, port: int, world_size: int, backend: str) -> None: ...
+            def broadcast(self, index: int, name: str) -> None: ...
+
+        return [Alone(self.decoder.named_parameters)]
+
+
+def test_sent_weights_are_the_ones_that_generate(recording: Path) -> None:
+    """Doubled: the same ids, other logprobs. As they were: the same hash, the same logprobs to the last bit."""
+
+    def found(situation: str) -> tuple[str, list[int], list[float]]:
+        rows = _sent(recording, situation)
+        hashes = [row["reply"]["per_engine_checksum"] for row in rows if row["call"] == "POST /weights_checker"]
+        logprobs = _greedy(rows)[-1]["reply"]["meta_info"]["output_token_logprobs"]
+        return hashes[-1], [row[1] for row in logprobs], [row[0] for row in logprobs]
+
+    before = found(MEMORY)
+    doubled = found(HANDLES)
+    assert doubled[0] != before[0]
+    assert doubled[1] == before[1]
+    assert all(more != less for more, less in zip(doubled[2], before[2], strict=True))
+    assert found(GROUP) == before
+
+
+def test_two_buckets_are_two() -> None:
+    assert record_sglang.two_buckets([3, 1, 1, 4]) == 5  # 3 and 6, 4 and 5, or 5 and 4
+    for sizes in ([1, 1], [9, 1, 1], [1, 1, 9], [28, 1, 4, 4, 4, 4, 4, 4, 1]):
+        named = [(str(at), torch.zeros(size, dtype=torch.uint8)) for at, size in enumerate(sizes)]
+        assert len(list(bucketed(named, record_sglang.two_buckets(sizes)))) == 2
+
+
+def test_long_fields_of_a_request_are_counted() -> None:
+    row = {
+        "input_ids": [3] * 200_000,
+        "names": ["n"] * 21,
+        "serialized_named_tensors": ["x" * 5000],
+        "load_format": "f",
+    }
+    assert record_sglang.shortened(row) == {
+        "input_ids": "200000 ids",
+        "names": "21 names",
+        "serialized_named_tensors": ["5000 characters"],
+        "load_format": "f",
+    }
+    short = {"input_ids": [1, 2], "shapes": [[1, 2]], "serialized_named_tensors": ["bm8="], "sampling_params": {"n": 1}}
+    assert record_sglang.shortened(short) == short
+
+
+def test_the_embedded_engine_answers_as_the_real_one(embedded: Path, real: list[dict[str, Any]]) -> None:
     """The recorder, on the embedded engine: the same calls in the same situations, compared one by one."""
-    monkeypatch.setattr(record_sglang, "SETTLE_S", 0.1)
-    server = EngineServer(
-        EmbeddedEngine(load_decoder(model, random_init_seed=1), model, kv_cache_gib=0.05, num_threads=1)
-    )
-    try:
-        mine = record_sglang.Recorder(server.start(), str(model)).all()
-    finally:
-        server.close()
-    theirs = _in_order(row for row in real if row["situation"] != "last")
-    ours = _in_order(row for row in mine if row["situation"] != "last")
+    theirs = _in_order(row for row in real if row["situation"] != "last" and row["call"] != NOTE)
+    mine = Replay(embedded).rows
+    assert not [row for row in mine if row["call"] == NOTE]
+    situations = {key[0] for key in theirs}  # a recording may be without weights from the recorder
+    assert {row["situation"] for row in mine} - situations <= {HANDLES, GROUP, "last"}
+    ours = _in_order(row for row in mine if row["situation"] in situations)
     assert theirs.keys() == ours.keys()
     compared: Counter[str] = Counter()
     for key, expected in theirs.items():
@@ -258,11 +360,29 @@ def test_the_embedded_engine_answers_as_the_real_one(
     assert compared["text"] > 10
 
 
+def _sent(recording: Path, situation: str) -> list[dict[str, Any]]:
+    """What was recorded in a situation; a test is skipped where the recorder left that out."""
+    rows = [row for row in Replay(recording).rows if row["situation"] == situation]
+    note = next((row["reply"] for row in rows if row["call"] == NOTE), "")
+    if not rows or note.startswith("left out"):
+        pytest.skip(f"{recording.name}: {situation}: {note or 'not in this recording'}")
+    assert not note  # of what failed
+    return rows
+
+
+def _greedy(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        row
+        for row in rows
+        if row["call"] == "POST /generate" and row["request"].get("sampling_params") == record_sglang.GREEDY
+    ]
+
+
 def _in_order(rows: Any) -> dict[tuple[Any, ...], dict[str, Any]]:
     """By what was asked, in which situation, and how many times before: runs of threads end in any order."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
-        request = {k: v for k, v in (row["request"] or {}).items() if k not in ("rid", "input_ids")}
+        request = {k: v for k, v in (row["request"] or {}).items() if k not in OWN}
         key = (row["situation"], row["call"], json.dumps(request, sort_keys=True))
         times = 0
         while (*key, times) in found:

@@ -9,9 +9,9 @@ of one turn: opening it is outside the clock, as it is between attempts of a run
 
 With --stop-regex each leg is run a second time, in turn with the first, ending answers at a closed code block:
 "alone+stop" has SGLang look for `stop_regex` after each token; "direct+stop" does what a run with
-`rollout.stop_at_code_block` does: the same up to 256 new tokens, and beyond them it stops at each fence and goes on after
-those that close nothing.
-Requests are as long as without it but for answers with a whole code block in them; tokens are counted, not assumed.
+`rollout.stop_at_code_block` does: the same up to 256 new tokens, and beyond them it stops at each fence and goes on
+after those that close nothing. Requests are as long as without it but for answers with a whole code block in them;
+tokens are counted, not assumed.
 
 Prints and writes JSON: every leg's tokens/s, and the ratio of their medians against the project's bar.
 """

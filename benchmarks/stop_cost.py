@@ -3,8 +3,8 @@
     python benchmarks/stop_cost.py [--model models/smollm2_135m] [--tokens 96 256 1024 4096]
 
 What SGLang 0.5.16 does in `Req.update_finish_state`, repeated with its tokenizer class: the end of the answer is
-decoded, as many tokens as the longest match has characters (no bound: all of it), and searched. The text is prose
-without a fence, so that nothing ends.
+decoded, as many tokens as the longest match has characters (no bound: all of it), and searched; for strings as many as
+they have tokens, and one. The text is prose without a fence, so that nothing ends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl360.gateway.generation import CODE_BLOCK_REGEX, FENCE
+from rl360.gateway.generation import CODE_BLOCK_REGEX, FENCE, FENCE_STOPS
 
 TEXT = "The function takes a list of numbers and returns the largest of them, or nothing where the list is empty. "
-STRING_TAIL = len(FENCE) + 1  # tokens that a string of so many characters can have, and one
 
 
 def main() -> None:
@@ -34,10 +33,11 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
     text = TEXT * (max(asked.tokens) // 16 + 1)
     ids = tokenizer.encode(text, add_special_tokens=False)[: max(asked.tokens)]
+    tail = 1 + max(len(tokenizer.encode(stop, add_special_tokens=False)) for stop in FENCE_STOPS)
     print("| tokens of an answer | expression, ms | string, ms |\n|---|---|---|")
     for length in asked.tokens:
         expression = best(lambda end: re.search(CODE_BLOCK_REGEX, str(tokenizer.decode(ids[:end]))), length)
-        string = best(lambda end: FENCE in tokenizer.decode(ids[max(0, end - STRING_TAIL) : end]), length)
+        string = best(lambda end: FENCE in tokenizer.decode(ids[max(0, end - tail) : end]), length)
         print(f"| {length} | {expression:.1f} | {string:.1f} |", flush=True)
 
 

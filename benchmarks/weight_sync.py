@@ -165,6 +165,7 @@ def _arguments() -> argparse.Namespace:
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
+    from rl360.weight_sync.groups import loaded_nccl
     from rl360.weight_sync.sync import FleetSync
 
     device = arguments.trainer_device if arguments.trainer_device == "cpu" else f"cuda:{arguments.trainer_device}"
@@ -213,6 +214,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "gib": round(num_bytes / 2**30, 2),
         "bucket_gib": arguments.bucket_gib,
         "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+        "nccl": ".".join(map(str, loaded_nccl())) if torch.cuda.is_available() else None,
         "server_start_s": round(start_s, 1),
         "transfer_s": transfer_s,
         "stall_s": statistics.median(row["stall_s"] for row in timed),

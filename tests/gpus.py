@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+from rl360.weight_sync.groups import loaded_nccl
+
 
 def needs_gpus(ranks: int) -> None:
     """Skips the test where so many ranks of an NCCL group have no place."""
@@ -20,4 +22,4 @@ def gpu_of(rank: int) -> int:
 
 
 def shared() -> bool:
-    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and loaded_nccl() >= (2, 31)

@@ -20,7 +20,6 @@ ranks share one (2.31, with NCCL_MULTI_RANK_GPU_ENABLE=1: one_gpu.sh).
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import re
@@ -277,6 +276,8 @@ def group_device(device: str) -> tuple[str | None, str]:
     """(where the trainer's rank of a group computes, if not None, and why not if None); the server is on GPU 0."""
     import torch
 
+    from rl360.weight_sync.groups import loaded_nccl
+
     if device == "cpu":
         return "cpu", ""
     if torch.cuda.device_count() > 1:
@@ -285,13 +286,6 @@ def group_device(device: str) -> tuple[str | None, str]:
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and found >= SHARED_GPU_NCCL:
         return device, ""
     return None, f"one GPU, and NCCL {'.'.join(map(str, found))} without NCCL_MULTI_RANK_GPU_ENABLE=1, or before 2.31"
-
-
-def loaded_nccl() -> tuple[int, int, int]:
-    """Of the library that torch has loaded; torch.cuda.nccl.version() is that which torch was built with."""
-    number = ctypes.c_int()
-    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
 def used_mib() -> list[int] | None:

@@ -17,6 +17,7 @@ source "$(dirname "$0")/runs.sh"
 loops=${RL360_LOOPS:-onpolicy ahead colocated}
 command=()
 if ! $dry && [ "$(python3 -c 'import torch; print(torch.cuda.device_count())')" = 1 ]; then
+    case " ${RL360_LOOPS:-} " in *" colocated "*) echo "separate.sh: colocated needs two GPUs" && exit 1 ;; esac
     source benchmarks/h200/one_gpu.sh
     loops=${RL360_LOOPS:-onpolicy ahead}
     command=("rollout.sglang.command=[$on_gpu_0,python3,-m,sglang.launch_server]")

@@ -12,8 +12,12 @@ work=/tmp/rl360/weight_sync
 mkdir -p "$work"
 python3 benchmarks/h200/shapes.py qwen3_8b "$RL360_MODELS/smollm2_135m" "$work/qwen3_8b"
 common="--attention-backend triton --sampling-backend pytorch --grammar-backend none --cuda-graph-max-bs-decode 64"
-if [ $# -eq 0 ]; then set -- ipc disk nccl megatron; fi
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
+if [ $# -eq 0 ]; then
+    set -- ipc disk nccl megatron
+    # Without what one_gpu.sh needs the last two are left out, unless they are asked for.
+    [ "$gpus" -ge 2 ] || [ -e /tmp/rl360/nccl/libnccl.so.2 ] || set -- ipc disk
+fi
 status=0
 # measure NAME MODEL SYNC DEVICE SHARE [FLAG ...]: a server on DEVICE with that share of its memory, the trainer on GPU 0.
 measure() {

@@ -23,6 +23,7 @@ from rl360.config.workers import num_trial_workers
 from rl360.engine.gateway_counts import GatewayCounts
 from rl360.engine.workers import LocalWorkerGroup
 from rl360.errors import ConfigError
+from rl360.gateway.generation import LONGEST_BY_EXPRESSION
 from rl360.protocols import Algorithm, Gateway, Logger, Reward, Rollout, Trainer, WeightSync
 from rl360.rollout.failures import agent_timer_s
 from rl360.rollout.queue import RolloutEvents
@@ -217,10 +218,17 @@ def make_gateway(config: RootConfig, run_dir: Path, engine_urls: Sequence[str]) 
         tool_parser=config.model.tool_parser,
         reasoning_parser=config.model.reasoning_parser,
         request_timeout_s=config.rollout.request_timeout_s,
-        split_turns=config.rollout.sync_mode != "drain",
+        split_above=_split_above(config),
         log_dir=run_dir / "logs",
         worker_group_factory=make_workers,
     )
+
+
+def _split_above(config: RootConfig) -> int | None:
+    """From how many tokens on a turn may be several requests: never where it must be of one version, and to no purpose
+    where the engine's own look at every token is cheap."""
+    whole = config.rollout.sync_mode == "drain" or config.rollout.engine == "embedded"
+    return None if whole else LONGEST_BY_EXPRESSION
 
 
 def make_rollout(config: RootConfig, run_dir: Path, run_id: str, gateway: Gateway, events: RolloutEvents) -> Rollout:

@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 
 from rl360.errors import EngineError, InfrastructureError, RL360Error, WorkerDied
+from rl360.gateway.generation import LONGEST_BY_EXPRESSION
 from rl360.protocols import WorkerGroup
 from rl360.types import AttemptSpec, Purpose, Sampling, Session, Stop, Task
 
@@ -41,7 +42,7 @@ class DirectGateway:
 
     Args:
         host, port, api_key_env: of GatewayConfig.
-        engine_urls, tokenizer_dir, tool_parser, reasoning_parser, request_timeout_s, split_turns,
+        engine_urls, tokenizer_dir, tool_parser, reasoning_parser, request_timeout_s, split_above,
             log_dir: see ProxyWorker.
         worker_group_factory: (target, size, kwargs, name) -> WorkerGroup.
         smg_url, smg_key: of SmgGateway.
@@ -64,7 +65,7 @@ class DirectGateway:
         tool_parser: str = "none",
         reasoning_parser: str = "none",
         request_timeout_s: float = 120.0,
-        split_turns: bool = True,
+        split_above: int | None = LONGEST_BY_EXPRESSION,
         call_timeout_s: float = CALL_TIMEOUT_S,
         smg_url: str | None = None,
         smg_key: str | None = None,
@@ -77,7 +78,7 @@ class DirectGateway:
             "tool_parser": tool_parser,
             "reasoning_parser": reasoning_parser,
             "request_timeout_s": request_timeout_s,
-            "split_turns": split_turns,
+            "split_above": split_above,
             "log_dir": str(log_dir),
             "api_key_env": api_key_env,
             "smg_url": smg_url,

@@ -10,7 +10,8 @@ before an abort can be the policy's end of turn, and SGLang says abort all the s
 
 A long turn that a code block ends is asked for up to the next fence, and after one that closes nothing the pool asks
 again as after an abort: SGLang looks for a string in the last few tokens, but for the block's expression, which has no
-longest match, in the whole answer after every token. It may miss a fence of several tokens; the pool does not.
+longest match, in the whole answer after every token. The pool finds the fences that an engine has missed, too, but only
+when that has ended the part.
 """
 
 from __future__ import annotations
@@ -23,17 +24,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl360.errors import EngineError
-from rl360.gateway.generation import CODE_BLOCK_REGEX, FENCE, Reply, mix_seed, sampling_params
+from rl360.gateway.generation import (
+    CODE_BLOCK_REGEX,
+    FENCE,
+    LONGEST_BY_EXPRESSION,
+    Reply,
+    mix_seed,
+    sampling_params,
+)
 from rl360.gateway.prompt_ids import IdText
-from rl360.gateway.routes import Route
+from rl360.gateway.routes import Route, Routed
 from rl360.protocols import Engine
+from rl360.serving.command import KEPT_TOKENS
 from rl360.types import Sampling, VersionSpan
 
 FIRST_PAUSE_S = 0.05  # before asking again an engine that aborted without sampling anything
 LONGEST_PAUSE_S = 1.0
-# The code block's expression is sent for turns of at most so many tokens. SGLang 0.5.16 spends 10 ms of its scheduler's
-# time on it in an answer of this length, about what one more prefill costs (1,024 tokens: 135 ms, 4,096: 1.9 s).
-LONGEST_BY_EXPRESSION = 256
 # Fences that close nothing, after which a turn goes on with the expression: each of them has cost a request.
 MOST_FENCES = 16
 
@@ -78,6 +84,19 @@ class _Sampled:
         del self.ids[end:], self.logprobs[end:]
         self.spans = [VersionSpan(s.version, s.start, min(s.end, end)) for s in self.spans if s.start < end]
 
+    def whole(self, finish_type: str, engine_url: str, interruptions: int, resends: int) -> Generation:
+        return Generation(
+            token_ids=self.ids,
+            logprobs=self.logprobs,
+            version_spans=tuple(self.spans),
+            finish_type=finish_type,
+            cached_tokens=int(self.says[0]["meta_info"].get("cached_tokens") or 0),
+            engine_url=engine_url,
+            interruptions=interruptions,
+            engine_says=tuple(self.says),
+            resends=resends,
+        )
+
 
 def first_stop(ids: Sequence[int], sampling: Sampling, decode: Callable[[Sequence[int]], str]) -> int | None:
     """The length of the shortest prefix of the ids whose text holds a stop; None: the whole text holds none."""
@@ -106,8 +125,8 @@ class EnginePool:
         timeout_s: of one turn, with every resumption and failover in it.
         decode: text of ids, special tokens included; None: stops across an interruption are not found.
         eos_ids: ids that end a turn.
-        split_turns: whether to ask for long turns fence by fence. Off where requests are drained before new weights, so
-            that no turn is of two versions: between two fences it would meet them.
+        split_above: turns of more tokens that a code block ends are asked for fence by fence; None: no turn is. That is
+            for requests that are drained before new weights: between two fences a turn would meet them.
     """
 
     def __init__(
@@ -116,13 +135,13 @@ class EnginePool:
         timeout_s: float,
         decode: Callable[[Sequence[int]], str] | None = None,
         eos_ids: Collection[int] = (),
-        split_turns: bool = True,
+        split_above: int | None = LONGEST_BY_EXPRESSION,
     ) -> None:
         self.route = route
         self._timeout_s = timeout_s
         self._decode = decode
         self._eos_ids = frozenset(eos_ids)
-        self._split_turns = split_turns and decode is not None
+        self._split_above = split_above if decode is not None else None
         self._texts: dict[str, IdText] = {}
         self._limits: dict[asyncio.Timeout, float] = {}  # of each open turn: seconds left when its clock was stopped
         self._held = self._empty = False
@@ -198,16 +217,26 @@ class EnginePool:
         turn = _Sampled()
         pause_s = FIRST_PAUSE_S
         resends = fences = 0
+        routed: Routed | None = None
         # Of the whole turn: in a later part, the expression would not see where a block began.
-        long = sampling.stop_at_code_block and self._split_turns and max_new_tokens > LONGEST_BY_EXPRESSION
+        above = self._split_above
+        long = sampling.stop_at_code_block and above is not None and max_new_tokens > above
         text = self._texts.setdefault(session, IdText())
         while True:
             part = len(turn.says)
             to_fence = long and fences < MOST_FENCES
-            part_seed = mix_seed(seed, part) if part else seed
-            params = sampling_params(sampling, max_new_tokens - len(turn.ids), part_seed, to_fence)
+            # Engines draw by seed and place: behind a fence the turn's own seed draws what one request would have.
+            part_seed = mix_seed(seed, part - fences) if part > fences else seed
+            left = max_new_tokens - len(turn.ids)
+            params = sampling_params(sampling, left, part_seed, to_fence)
             prompt = text.of(prompt_ids + array(prompt_ids.typecode, turn.ids) if turn.ids else prompt_ids)
-            routed = await self.route.ask(session, f"{rid}.{part}", prompt, params)
+            try:
+                routed = await self.route.ask(session, f"{rid}.{part}", prompt, params)
+            except EngineError as error:
+                if routed is None or not turn.ids or left > KEPT_TOKENS or error.cause != "engine_status_400":
+                    raise
+                # The prompt ends in those tokens of its context that an engine keeps: the turn is as long as it can be.
+                return turn.whole("length", routed.engine_url, part - fences, resends)
             reply = routed.reply
             resends += routed.resends
             turn.add(reply)
@@ -224,17 +253,7 @@ class EnginePool:
             if finish == "abort" and turn.ids and turn.ids[-1] in self._eos_ids:
                 finish = "stop"
             if finish not in ("abort", "fence"):
-                return Generation(
-                    token_ids=turn.ids,
-                    logprobs=turn.logprobs,
-                    version_spans=tuple(turn.spans),
-                    finish_type=finish,
-                    cached_tokens=int(turn.says[0]["meta_info"].get("cached_tokens") or 0),
-                    engine_url=routed.engine_url,
-                    interruptions=part - fences,
-                    engine_says=tuple(turn.says),
-                    resends=resends,
-                )
+                return turn.whole(finish, routed.engine_url, part - fences, resends)
             pause_s = FIRST_PAUSE_S if reply.token_ids else min(2 * pause_s, LONGEST_PAUSE_S)
             if finish == "fence":
                 fences += 1

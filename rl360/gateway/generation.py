@@ -17,6 +17,11 @@ from rl360.types import Sampling, VersionSpan
 # Ends a turn once a fenced block closes: an opening fence with its language, any lines, three backquotes.
 CODE_BLOCK_REGEX = r"```[^\n`]*\n[\s\S]*?```"
 FENCE = "```"  # what every match of it ends with
+# SGLang looks for strings in as many last tokens as the longest of them has, and one. The second, which no text holds
+# without the first, makes that enough for a fence of several tokens.
+FENCE_STOPS = (FENCE, "```\n```\n```")
+# The expression is sent for turns of at most so many tokens (docs/decisions/0016-stop-at-a-code-block.md).
+LONGEST_BY_EXPRESSION = 256
 SEED_BITS = 31  # SGLang's sampling_seed is a positive int32
 
 
@@ -72,7 +77,7 @@ def sampling_params(sampling: Sampling, max_new_tokens: int, seed: int, to_next_
         "no_stop_trim": True,
     }
     if sampling.stop or to_next_fence:
-        params["stop"] = [*sampling.stop, *([FENCE] if to_next_fence else [])]
+        params["stop"] = [*sampling.stop, *(FENCE_STOPS if to_next_fence else ())]
     if sampling.stop_at_code_block and not to_next_fence:
         params["stop_regex"] = CODE_BLOCK_REGEX
     return params

@@ -23,6 +23,7 @@ from aiohttp import web
 from rl360.errors import ConfigError, InfrastructureError
 from rl360.gateway.engine_client import HttpEngine
 from rl360.gateway.engine_pool import EnginePool
+from rl360.gateway.generation import LONGEST_BY_EXPRESSION
 from rl360.gateway.openai_api import RequestError, stream_events
 from rl360.gateway.parsers import make_parser
 from rl360.gateway.replies import Services
@@ -57,7 +58,7 @@ class ProxyWorker:
         host, port: where to listen; port 0 takes a free one.
         tool_parser, reasoning_parser: the model family's, by name.
         request_timeout_s: of one model call, resumptions included.
-        split_turns: whether a turn may be several requests, see EnginePool.
+        split_above: see EnginePool.
         log_dir: sessions.jsonl goes there.
         api_key_env: name of the variable that holds the engines' key; None: no key.
         smg_url: SMG, which stands between this proxy and the engines; None: the proxy chooses the engine itself.
@@ -74,7 +75,7 @@ class ProxyWorker:
         tool_parser: str = "none",
         reasoning_parser: str = "none",
         request_timeout_s: float = 120.0,
-        split_turns: bool = True,
+        split_above: int | None = LONGEST_BY_EXPRESSION,
         log_dir: str | Path = ".",
         api_key_env: str | None = None,
         smg_url: str | None = None,
@@ -90,7 +91,7 @@ class ProxyWorker:
         self._host = host
         self._port = port
         self._timeout_s = request_timeout_s
-        self._split_turns = split_turns
+        self._split_above = split_above
         self._log_dir = Path(log_dir)
         self._api_key = os.environ[api_key_env] if api_key_env else None
         self._smg_url = smg_url
@@ -113,7 +114,7 @@ class ProxyWorker:
         else:
             self._smg = HttpEngine(self._smg_url, request_timeout_s=self._timeout_s, api_key=self._smg_key)
             route = SmgRoute(self._smg, self._engines, self._timeout_s)
-        pool = EnginePool(route, self._timeout_s, tokenizer.decode, tokenizer.eos_ids, self._split_turns)
+        pool = EnginePool(route, self._timeout_s, tokenizer.decode, tokenizer.eos_ids, self._split_above)
         self._services = Services(tokenizer, template, self._parser, pool, self._executor)
         self._log = SessionLog(self._log_dir / "sessions.jsonl")
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)

@@ -19,6 +19,7 @@ from typing import Any
 
 from rl360.errors import InfrastructureError, RL360Error
 from rl360.gateway.direct import CALL_TIMEOUT_S, DirectGateway, added
+from rl360.gateway.generation import LONGEST_BY_EXPRESSION
 from rl360.gateway.ports import free_port
 from rl360.gateway.smg_process import require_smg
 from rl360.protocols import WorkerGroup
@@ -67,7 +68,7 @@ class SmgGateway(DirectGateway):
         tool_parser: str = "none",
         reasoning_parser: str = "none",
         request_timeout_s: float = 120.0,
-        split_turns: bool = True,
+        split_above: int | None = LONGEST_BY_EXPRESSION,
         call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         # Without a key of the engines' own, one of ours keeps everybody but the proxy from SMG's list of engines.
@@ -84,7 +85,7 @@ class SmgGateway(DirectGateway):
             tool_parser=tool_parser,
             reasoning_parser=reasoning_parser,
             request_timeout_s=request_timeout_s,
-            split_turns=split_turns,
+            split_above=split_above,
             call_timeout_s=call_timeout_s,
             smg_url=f"http://{host}:{smg_port}",
             smg_key=key,

@@ -6,6 +6,7 @@ In: an address, a size and a rank. Out: a group that `torch.distributed.broadcas
 
 from __future__ import annotations
 
+import ctypes
 import os
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,14 @@ def agree_with_engines() -> None:
     """Before the first NCCL group of a process that will send weights. What somebody has set, engines inherit."""
     for name, value in NCCL_AS_IN_SGLANG.items():
         os.environ.setdefault(name, value)
+
+
+def loaded_nccl() -> tuple[int, int, int]:
+    """Version of the library that torch has loaded, which may be another than it was built with
+    (`torch.cuda.nccl.version()`). Raises OSError where there is none."""
+    number = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
 def join_group(address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> Any:

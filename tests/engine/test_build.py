@@ -13,11 +13,20 @@ from rl360.engine.build import make_gateway
 
 
 @pytest.mark.parametrize("gateway", ["direct", "smg"])
-@pytest.mark.parametrize(("sync_mode", "splits"), [("interrupt", True), ("drain", False)])
-def test_turns_are_split_unless_requests_are_drained(
-    gateway: str, sync_mode: str, splits: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("engine", "sync_mode", "split_above"),
+    [
+        ("sglang", "interrupt", 256),
+        ("external", "interrupt", 256),
+        ("sglang", "drain", None),
+        ("embedded", "interrupt", None),
+    ],
+)
+def test_where_long_turns_are_several_requests(
+    gateway: str, engine: str, sync_mode: str, split_above: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Draining promises one version a turn, and a turn in several requests meets new weights between two of them."""
+    """Draining promises one version a turn, and a turn in several requests meets new weights between two of them. The
+    embedded engine looks for a block at the cost of a string."""
     groups: dict[str, Any] = {}
 
     def make_group(target: str, size: int, kwargs: Any, **_: Any) -> None:
@@ -27,6 +36,7 @@ def test_turns_are_split_unless_requests_are_drained(
     config = RootConfig()
     if gateway == "smg":
         config.gateway = SmgGatewayConfig()
+    config.rollout.engine = engine
     config.rollout.sync_mode = sync_mode
     make_gateway(config, tmp_path, ["http://127.0.0.1:1"])
-    assert groups["ProxyWorker"]["split_turns"] is splits
+    assert groups["ProxyWorker"]["split_above"] == split_above

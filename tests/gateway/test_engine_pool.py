@@ -11,7 +11,7 @@ import pytest
 
 from rl360.errors import EngineError
 from rl360.gateway.engine_pool import EnginePool, Generation
-from rl360.gateway.generation import CODE_BLOCK_REGEX, mix_seed, read_reply, sampling_params
+from rl360.gateway.generation import CODE_BLOCK_REGEX, FENCE_STOPS, mix_seed, read_reply, sampling_params
 from rl360.gateway.routes import LeastLoaded
 from rl360.types import Sampling, VersionSpan
 from tests.gateway.kit import tokenizer_of
@@ -220,7 +220,7 @@ def test_sampling_is_the_specs() -> None:
         "no_stop_trim": True,
     }
     assert sampling_params(sampling, 10, 4) == {**common, "stop": ["END"], "stop_regex": CODE_BLOCK_REGEX}
-    assert sampling_params(sampling, 10, 4, to_next_fence=True) == {**common, "stop": ["END", "```"]}
+    assert sampling_params(sampling, 10, 4, to_next_fence=True) == {**common, "stop": ["END", *FENCE_STOPS]}
 
 
 @pytest.mark.parametrize(

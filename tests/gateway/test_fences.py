@@ -13,11 +13,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rl360.errors import EngineError
 from rl360.gateway import engine_pool
 from rl360.gateway.embedded.request import new_request
 from rl360.gateway.embedded.sampling import SamplingParams
 from rl360.gateway.engine_pool import EnginePool, Generation, first_stop
-from rl360.gateway.generation import CODE_BLOCK_REGEX, FENCE
+from rl360.gateway.generation import CODE_BLOCK_REGEX, FENCE_STOPS, LONGEST_BY_EXPRESSION
 from rl360.gateway.replies import engine_extra
 from rl360.gateway.routes import LeastLoaded
 from rl360.types import Sampling, VersionSpan
@@ -137,9 +138,9 @@ class Writer(StubEngine):
         return {"type": "stop", "matched": ids[-1]} if self.words.pieces[ids[-1]] == EOS else None
 
 
-def pool_of(engine: Writer, knows_eos: bool = True, split_turns: bool = True) -> EnginePool:
+def pool_of(engine: Writer, knows_eos: bool = True, split_above: int | None = LONGEST_BY_EXPRESSION) -> EnginePool:
     eos_ids = engine.words.encode([EOS]) if knows_eos else ()
-    return EnginePool(LeastLoaded([engine]), 5, engine.words.decode, eos_ids, split_turns)
+    return EnginePool(LeastLoaded([engine]), 5, engine.words.decode, eos_ids, split_above)
 
 
 async def turn(engine: Writer, sampling: Sampling = CODE, most: int = LONG, **pool: Any) -> Generation:
@@ -193,8 +194,8 @@ async def test_a_turn_by_fences(pieces: list[str], num_tokens: int, num_requests
     assert generation.version_spans == (VersionSpan(0, 0, num_tokens),)
     assert engine_extra(generation)["versions"] == [0]
     assert [rid for rid, _ in engine.requests] == [f"s.0.{part}" for part in range(num_requests)]
-    assert len({params["sampling_seed"] for _, params in engine.requests}) == num_requests
-    assert all(params["stop"] == [FENCE] and "stop_regex" not in params for _, params in engine.requests)
+    assert {params["sampling_seed"] for _, params in engine.requests} == {5}  # engines draw by seed and place
+    assert all(params["stop"] == [*FENCE_STOPS] and "stop_regex" not in params for _, params in engine.requests)
 
 
 async def test_a_fence_that_the_engine_misses_costs_tokens_and_changes_none() -> None:
@@ -213,7 +214,7 @@ async def test_a_short_turn_is_asked_for_with_the_expression(most: int, by_fence
     engine = Writer(["```", "\n", "x", "\n", "```", "more"])
     assert (await turn(engine, most=most)).token_ids == engine.ids[:5]
     asked = [{key: params[key] for key in params if key.startswith("stop")} for _, params in engine.requests]
-    assert asked == ([{"stop": [FENCE]}] * 2 if by_fences else [{"stop_regex": CODE_BLOCK_REGEX}])
+    assert asked == ([{"stop": [*FENCE_STOPS]}] * 2 if by_fences else [{"stop_regex": CODE_BLOCK_REGEX}])
     assert [params["max_new_tokens"] for _, params in engine.requests] == ([257, 256] if by_fences else [256])
 
 
@@ -238,14 +239,11 @@ async def test_without_a_code_block_no_fence_is_a_stop() -> None:
         (["```\n", "x"], 3, "stop", "length"),  # the end of turn
     ],
 )
-async def test_the_length_cap_at_a_fence(
-    pieces: list[str], most: int, finish: str, of_sglang: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for longest in (0, LONG):  # by fences, by the expression
-        monkeypatch.setattr(engine_pool, "LONGEST_BY_EXPRESSION", longest)
+async def test_the_length_cap_at_a_fence(pieces: list[str], most: int, finish: str, of_sglang: str) -> None:
+    for above in (0, None):  # by fences, by the expression
         for like_sglang, says in ((False, finish), (True, of_sglang)):
             engine = Writer(pieces, like_sglang=like_sglang)
-            generation = await turn(engine, most=most)
+            generation = await turn(engine, most=most, split_above=above)
             assert (generation.token_ids, generation.finish_type) == (engine.ids[:most], says)
 
 
@@ -265,7 +263,7 @@ async def test_stops_of_ones_own(stop: str, pieces: list[str], num_tokens: int, 
     engine = Writer(pieces, like_sglang=like_sglang)
     generation = await turn(engine, Sampling(stop=(stop,), stop_at_code_block=True))
     assert (generation.token_ids, generation.finish_type) == (engine.ids[:num_tokens], "stop")
-    assert all(params["stop"] == [stop, FENCE] for _, params in engine.requests)
+    assert all(params["stop"] == [stop, *FENCE_STOPS] for _, params in engine.requests)
 
 
 @pytest.mark.parametrize(("tells", "knows_eos"), [(True, True), (True, False), (False, True)])
@@ -323,11 +321,40 @@ def test_a_stop_at_the_last_token_is_found_at_once() -> None:
 
 async def test_where_requests_are_drained_a_turn_is_one_request_and_one_version() -> None:
     engine = Writer(["```", "\n", "x", "```", "more"])
-    generation = await turn(engine, split_turns=False)
+    generation = await turn(engine, split_above=None)
     assert generation.token_ids == engine.ids[:4]
     ((_, params),) = engine.requests
     assert params["stop_regex"] == CODE_BLOCK_REGEX
     assert "stop" not in params
+
+
+class Short(Writer):
+    """With SGLang's context of 400 tokens, of which it keeps six from prompts and two from answers."""
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], rid: str
+    ) -> Mapping[str, Any]:
+        if len(input_ids) >= 394:
+            raise EngineError("engine_status_400", f"Input length ({len(input_ids)} tokens) exceeds the maximum")
+        left = min(sampling_params["max_new_tokens"], 398 - len(input_ids))
+        return await super().generate(input_ids, {**sampling_params, "max_new_tokens": left}, rid)
+
+
+@pytest.mark.parametrize("fence_ends", range(390, 399))
+async def test_a_fence_behind_which_the_context_ends_is_no_error(fence_ends: int) -> None:
+    engine = Short([*["x"] * (fence_ends - len(PROMPT) - 1), " ```", *["y"] * 20], like_sglang=True)
+    generation = await turn(engine, most=400 - len(PROMPT))
+    assert generation.finish_type == "length"
+    whole = 398 if fence_ends < 394 else fence_ends
+    assert generation.token_ids == engine.ids[: whole - len(PROMPT)]
+
+
+async def test_a_prompt_that_is_refused_elsewhere_is_one() -> None:
+    with pytest.raises(EngineError, match="exceeds"):  # there was room for more
+        await turn(Short([*["x"] * 391, " ```", "y"]), most=LONG)
+    engine = Short(["x"])
+    with pytest.raises(EngineError, match="exceeds"):  # nothing has been sampled
+        await pool_of(engine).generate("s", "s.0", array("i", [*PROMPT, *[7] * 391]), CODE, 6, seed=5)
 
 
 async def test_a_hold_between_two_parts_waits_for_the_release() -> None:
@@ -379,10 +406,9 @@ def test_any_text_ends_where_its_first_stop_does(
     sampling = Sampling(stop=stop, stop_at_code_block=True)
     engine = Writer(pieces, aborts, new_weights, like_sglang)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_pool, "LONGEST_BY_EXPRESSION", 0 if by_fences else LONG)
         patch.setattr(engine_pool, "MOST_FENCES", most_fences)
         patch.setattr(engine_pool, "FIRST_PAUSE_S", 0.0)
-        generation = asyncio.run(turn(engine, sampling, most))
+        generation = asyncio.run(turn(engine, sampling, most, split_above=0 if by_fences else None))
     length, finish = expected(pieces, sampling, most)
     assert generation.token_ids == engine.ids[:length]
     assert generation.logprobs == [-(index + 1) / 8 for index in range(length)]

@@ -1,4 +1,5 @@
-"""CUDA handles of buckets in another process, read there by SGLang's own code (which must be installed), no server."""
+"""Buckets on their way from a GPU, without a server: by handles that SGLang's own code (which must be there) opens in
+another process, and by NCCL; hashes of slices."""
 
 from __future__ import annotations
 

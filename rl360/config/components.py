@@ -34,6 +34,7 @@ PROVIDED: dict[str, tuple[str, ...]] = {
         "tool_parser",
         "reasoning_parser",
         "request_timeout_s",
+        "split_above",
         "log_dir",
         "worker_group_factory",
     ),

@@ -29,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def one_server(arguments: argparse.Namespace, load_format: str | None = None, numbers: Sequence[str] = ()) -> Any:
+    """A fleet of one server that nobody watches, not started. numbers: of its GPUs, among the visible ones from 0."""
     from rl360.engine.engines import every_device
     from rl360.serving.command import ServerFlags, launches
     from rl360.serving.fleet import Fleet, WatchSettings
@@ -107,13 +108,16 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.context_length,
         command=tuple(shlex.split(arguments.command)),
         dtype=arguments.dtype,
-        load_format=arguments.load_format,
+        load_format=load_format,
         extra_args=tuple(shlex.split(arguments.extra)),
     )
-    devices = [every_device()[int(number)] for number in arguments.device]
-    fleet = Fleet(
-        launches(flags, claim_ports(1, 0).pairs, devices), arguments.logs, WatchSettings(health_interval_s=3600.0)
-    )
+    devices = [every_device()[int(number)] for number in numbers]
+    plan = launches(flags, claim_ports(1, 0).pairs, devices)
+    return Fleet(plan, arguments.logs, WatchSettings(health_interval_s=3600.0))
+
+
+async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    fleet = one_server(arguments, arguments.load_format, arguments.device)
     began = time.monotonic()
     (url,) = await asyncio.to_thread(fleet.start)
     start_s = time.monotonic() - began
@@ -128,10 +132,10 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         await _direct(url, first, arguments.sessions)  # compiles kernels, fills the pools
         for number in range(arguments.rounds):
             for suffix, sampling in samplings.items():
-                await _flush(url)
+                await flush(url)
                 legs.append(await _direct(url, bodies[suffix], arguments.sessions, suffix))
                 for gateway in filter(None, arguments.gateways.split(",")):
-                    await _flush(url)
+                    await flush(url)
                     legs.append(await _through(gateway, url, arguments, prompts, number, sampling, suffix))
     finally:
         await asyncio.to_thread(fleet.close)
@@ -150,7 +154,7 @@ def _report(arguments: argparse.Namespace, legs: list[Leg], start_s: float) -> d
         "new_tokens": arguments.new_tokens,
         "requests_per_leg": arguments.requests,
         "cores": len(os.sched_getaffinity(0)),
-        "device": _device(),
+        "device": gpu_names(),
         "server_start_s": round(start_s, 1),
         "tokens_per_s": {name: round(rate, 1) for name, rate in medians.items()},
         "share_of_alone": shares,
@@ -191,28 +195,37 @@ def _direct_bodies(arguments: argparse.Namespace, prompts: list[str], sampling: 
 
 
 async def _open_at_once(name: str, sends: list[tuple[str, bytes]], at_once: int) -> Leg:
-    """POST every (URL, body), `at_once` at a time; counts the tokens that the replies report."""
+    """Counts the tokens that the replies report."""
+    tokens = 0
+
+    def count(raw: bytes) -> None:
+        nonlocal tokens
+        tokens += int(COMPLETION_TOKENS.findall(raw)[-1])
+
+    seconds = await post_all(sends, at_once, count)
+    return Leg(name, seconds, tokens, len(sends))
+
+
+async def post_all(sends: Iterable[tuple[str, bytes]], at_once: int, take: Callable[[bytes], None]) -> float:
+    """POST every (URL, body), `at_once` at a time; returns the seconds. Ends the program with what is no answer."""
     import aiohttp
 
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=TIMEOUT_S)
     remaining = iter(sends)
-    tokens = 0
 
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
 
         async def work() -> None:
-            nonlocal tokens
             for url, body in remaining:
                 async with client.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
                     raw = await response.read()
                 if response.status != 200:
                     raise SystemExit(f"{url}: {response.status} {raw[:300]!r}")
-                counts = COMPLETION_TOKENS.findall(raw)
-                tokens += int(counts[-1])
+                take(raw)
 
         began = time.monotonic()
         await asyncio.gather(*(work() for _ in range(at_once)))
-        return Leg(name, time.monotonic() - began, tokens, len(sends))
+        return time.monotonic() - began
 
 
 async def _direct(url: str, bodies: list[bytes], at_once: int, suffix: str = "") -> Leg:
@@ -230,7 +243,7 @@ async def _through(
 ) -> Leg:
     from rl360.types import AttemptSpec, Task
 
-    gateway = _gateway(kind, url, arguments)
+    gateway = make_gateway(kind, url, arguments)
     await gateway.start()
     try:
         task = Task("bench", Path("bench"), (), "")
@@ -245,7 +258,7 @@ async def _through(
         await gateway.close()
 
 
-def _gateway(kind: str, url: str, arguments: argparse.Namespace) -> Any:
+def make_gateway(kind: str, url: str, arguments: argparse.Namespace, **changes: Any) -> Any:
     from rl360.engine.workers import LocalWorkerGroup
 
     def workers(target: str, size: int, kwargs: Mapping[str, Any], name: str) -> LocalWorkerGroup:
@@ -258,6 +271,7 @@ def _gateway(kind: str, url: str, arguments: argparse.Namespace) -> Any:
         "worker_group_factory": workers,
         "log_dir": arguments.logs,
         "request_timeout_s": TIMEOUT_S,
+        **changes,
     }
     if kind == "smg":
         from rl360.gateway.smg import SmgGateway
@@ -268,19 +282,19 @@ def _gateway(kind: str, url: str, arguments: argparse.Namespace) -> Any:
     return DirectGateway(**common)
 
 
-async def _flush(url: str) -> None:
+async def flush(url: str) -> None:
     """No leg profits from the prefixes of another."""
     import urllib.request
 
-    def flush() -> None:
+    def post() -> None:
         request = urllib.request.Request(f"{url}/flush_cache?timeout=10", data=b"{}", method="POST")
         urllib.request.urlopen(request, timeout=60).close()
 
     await asyncio.sleep(1.0)
-    await asyncio.to_thread(flush)
+    await asyncio.to_thread(post)
 
 
-def _device() -> str:
+def gpu_names() -> str:
     try:
         asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip().replace("\n", ", ")

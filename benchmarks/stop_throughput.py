@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.final_logits import QUESTIONS
-from benchmarks.serving_throughput import TIMEOUT_S, _device, _flush
+from benchmarks.serving_throughput import flush, gpu_names, make_gateway, one_server, post_all
 
 LEGS: Mapping[str, tuple[bool, int | None]] = {  # whether a code block ends a turn, EnginePool's split_above
     "none": (False, None),
@@ -59,19 +58,8 @@ def main() -> int:
 
 
 async def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    from rl360.serving.command import ServerFlags, launches
-    from rl360.serving.fleet import Fleet, WatchSettings
-    from rl360.serving.ports import claim_ports
-
-    flags = ServerFlags(
-        asked.model,
-        asked.context_length,
-        command=tuple(shlex.split(asked.command)),
-        dtype=asked.dtype,
-        extra_args=tuple(shlex.split(asked.extra)),
-    )
     began = time.monotonic()
-    fleet = Fleet(launches(flags, claim_ports(1, 0).pairs, []), asked.logs, WatchSettings(health_interval_s=3600.0))
+    fleet = one_server(asked)
     (url,) = await asyncio.to_thread(fleet.start)
     start_s = time.monotonic() - began
     rows: list[dict[str, Any]] = []
@@ -81,7 +69,7 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
             for new_tokens in sorted(asked.new_tokens, reverse=True):
                 for name in LEGS:
                     if time.monotonic() - began < asked.budget_s:
-                        await _flush(url)
+                        await flush(url)
                         rows.append(await leg(asked, url, name, new_tokens, number))
                         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     finally:
@@ -91,7 +79,7 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
         "sessions": asked.sessions,
         "turns_per_leg": asked.turns,
         "cores": len(os.sched_getaffinity(0)),
-        "device": _device(),
+        "device": gpu_names(),
         "server_start_s": round(start_s, 1),
         "fences_by_expression": ratios(rows),
         "legs": rows,
@@ -111,25 +99,10 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 async def leg(asked: argparse.Namespace, url: str, name: str, new_tokens: int, number: int) -> dict[str, Any]:
-    import aiohttp
-
-    from rl360.engine.workers import LocalWorkerGroup
-    from rl360.gateway.direct import DirectGateway
     from rl360.types import AttemptSpec, Sampling, Task
 
-    def workers(target: str, size: int, kwargs: Mapping[str, Any], name: str) -> LocalWorkerGroup:
-        env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        return LocalWorkerGroup(target, size, kwargs, name=name, log_dir=asked.logs, env=env)
-
     stops, split_above = LEGS[name]
-    gateway = DirectGateway(
-        engine_urls=[url],
-        tokenizer_dir=asked.model,
-        worker_group_factory=workers,
-        log_dir=asked.logs,
-        request_timeout_s=TIMEOUT_S,
-        split_above=split_above,
-    )
+    gateway = make_gateway("direct", url, asked, split_above=split_above)
     sampling = Sampling(
         max_new_tokens=new_tokens, max_context_tokens=asked.context_length, max_turns=1, stop_at_code_block=stops
     )
@@ -145,22 +118,8 @@ async def leg(asked: argparse.Namespace, url: str, name: str, new_tokens: int, n
             question += f"{QUESTIONS[index % len(QUESTIONS)]}, then write it in one fenced code block."
             body = {"model": "policy", "messages": [{"role": "user", "content": question}]}
             sends.append((f"{base}/chat/completions", json.dumps(body).encode()))
-        remaining = iter(sends)
         replies: list[bytes] = []
-        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=TIMEOUT_S)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
-
-            async def work() -> None:
-                for to, body in remaining:
-                    async with client.post(to, data=body, headers={"Content-Type": "application/json"}) as response:
-                        raw = await response.read()
-                    if response.status != 200:
-                        raise SystemExit(f"{to}: {response.status} {raw[:300]!r}")
-                    replies.append(raw)
-
-            began = time.monotonic()
-            await asyncio.gather(*(work() for _ in range(asked.sessions)))
-            seconds = time.monotonic() - began
+        seconds = await post_all(sends, asked.sessions, replies.append)
     finally:
         await gateway.close()
     return row(name, new_tokens, seconds, [json.loads(raw) for raw in replies])

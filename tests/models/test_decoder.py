@@ -81,6 +81,28 @@ def test_rotation_by_hand():
     torch.testing.assert_close(turned, torch.tensor([[[0.54030231, 0.84147098]]]))
 
 
+def test_a_narrow_decoder_turns_by_wide_angles(hf_folder):
+    """Angles rounded to bf16 are others than SGLang's and Megatron's. Only the result is rounded here, once."""
+    folder, _ = hf_folder("llama", tie_word_embeddings=True)
+    decoder = load_decoder(folder, dtype=torch.bfloat16)
+    width = decoder.config.head_dim
+    keys = []
+
+    def attend(layer, q_NHD, k_NKD, v_NKD):
+        keys.append(k_NKD)
+        return torch.zeros_like(q_NHD)
+
+    with torch.no_grad():
+        token_N = torch.full((200,), 7)
+        decoder.hidden(token_N, torch.arange(200), attend)
+        unturned = keys[0][0].double()  # of position 0, whose angles are 0
+        cos, sin = (table.double().unsqueeze(1) for table in rotary_table(200, width, decoder.config.rope_theta))
+        first, second = unturned.chunk(2, dim=-1)
+        expected = unturned * cos + torch.cat((-second, first), dim=-1) * sin
+    assert keys[0].dtype == torch.bfloat16
+    assert float((keys[0].double() - expected).abs().max() / expected.abs().max()) <= 2**-8
+
+
 def test_grouped_norm_by_hand():
     # Two groups (3, 4) and (6, 8): root mean squares sqrt(12.5) and sqrt(50); plain: sqrt(31.25) for all four.
     x = torch.tensor([3.0, 4.0, 6.0, 8.0])
